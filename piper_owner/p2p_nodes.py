@@ -1,0 +1,225 @@
+"""The nodes that keep ties one parameter, and the passes that insert them. Pure.
+
+Canonical order of passes: `insert_bucket_steps`, `insert_ownership`, `insert_clip`,
+`insert_transfers`; `executable` runs them. Bucket steps and transfers may also come first: the
+result is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from piper_owner.dag.graph import Bucket, TrainingDAG
+from piper_owner.dag.lower import (
+    arrange_tail,
+    insert_bucket_steps,
+    insert_clip,
+    insert_transfers,
+    split_tail,
+)
+from piper_owner.dag.nodes import (
+    SENDS,
+    Action,
+    Collective,
+    CollectiveKind,
+    Compute,
+    ComputeKind,
+    Sync,
+    SyncKind,
+    Transfer,
+)
+from piper_owner.dag.rules import Level, check_rules, level_of
+from piper_owner.errors import DagError
+from piper_owner.ownership import OwnershipPlan, TiePlan
+
+__all__ = [
+    "Sync",
+    "SyncKind",
+    "executable",
+    "executable_copies",
+    "insert_all_reduce",
+    "insert_ownership",
+]
+
+
+def insert_ownership(dag: TrainingDAG, plan: OwnershipPlan) -> TrainingDAG:
+    """Add the sync of every tie of `plan` that requires a gradient; each becomes a bucket of its own.
+
+    Per rank: SEND_GRADs in plan order, each at the earliest point after the last weight-backward of
+    the stages that hold the tie (behind the transfers that follow it) and after the SEND_GRADs of
+    earlier ties. After all of them, for each tie owned, in plan order: RECV_GRAD from every replica
+    (ascending), OWNER_STEP, SEND_WEIGHT to every replica (ascending). At the very end RECV_WEIGHT
+    for the ties it replicates, in plan order. A tie on one rank gets only its OWNER_STEP. The number of
+    messages does not depend on the number of microbatches.
+
+    Cannot deadlock: sends do not wait, and all gradient sends of a rank precede its first recv of
+    a tie, so every gradient leaves; hence every owner steps, whoever owns what; hence all
+    weights leave. Ranks may own ties of one another in a circle. Messages of a pair match because
+    all ranks go through the ties in plan order, gradients before weights.
+
+    Raises DagError if the plan does not fit the placement, a name is taken, or the DAG has syncs or a
+    clip already (insert_clip comes after this pass).
+    """
+    ties = [tie for tie in plan.ties if tie.requires_grad]
+    _check_plan(dag, plan.world_size, ties)
+    _refuse_tail_nodes(dag, "insert_ownership")
+    owned = tuple(
+        Bucket(
+            name=tie.name,
+            stages=tuple(sorted(stage for holder in tie.holders for stage in holder.stages)),
+            owner=tie.owner,
+        )
+        for tie in ties
+    )
+    dag = dataclasses.replace(dag, buckets=(*dag.buckets, *owned))
+    programs = []
+    for rank, program in enumerate(dag.programs):
+        body, tail = split_tail(_with_gradient_sends(rank, program, ties))
+        nodes = [*tail, *_owner_nodes(rank, ties), *_weight_recvs(rank, ties)]
+        programs.append((*body, *arrange_tail(dag, rank, nodes)))
+    return _checked(dag, programs)
+
+
+def insert_all_reduce(dag: TrainingDAG, ties: Iterable[TiePlan]) -> TrainingDAG:
+    """Add what other systems do: each holder keeps and steps its own copies, gradients are all-reduced.
+
+    `dag.buckets` has one plain bucket per copy, named by its parameter. Each holder of each tie that
+    requires a gradient gets ALL_REDUCE[canonical name]{ranks of the holders}, in the order of `ties`,
+    after all weight-backwards and before the steps; with one rank it adds the copies there.
+
+    Cannot deadlock: before its first all-reduce a rank has sent all it ever sends of the pipeline, and
+    all ranks go through the ties in one order.
+
+    Raises DagError if a copy has no bucket on its rank, or the DAG has syncs or collectives already.
+    """
+    wanted = [tie for tie in ties if tie.requires_grad]
+    _refuse_tail_nodes(dag, "insert_all_reduce")
+    homes = {bucket.name: dag.placement[bucket.stages[0]] for bucket in dag.buckets if bucket.owner is None}
+    for tie in wanted:
+        for holder in tie.holders:
+            for name in holder.names:
+                if homes.get(name) != holder.rank:
+                    raise DagError(
+                        f"tie {tie.name!r}: its copy {name!r} on rank {holder.rank} has no plain bucket "
+                        "there; give every copy a bucket of its own"
+                    )
+    programs = []
+    for rank, program in enumerate(dag.programs):
+        body, tail = split_tail(program)
+        reduces = [
+            Collective(kind=CollectiveKind.ALL_REDUCE, ranks=tie.ranks, bucket=tie.name)
+            for tie in wanted
+            if rank in tie.ranks
+        ]
+        programs.append((*body, *arrange_tail(dag, rank, [*tail, *reduces])))
+    return _checked(dag, programs)
+
+
+def executable(dag: TrainingDAG, plan: OwnershipPlan, *, clip: bool = False) -> TrainingDAG:
+    """Run all passes on a DAG as built: steps, ownership, the clip if wanted, transfers.
+
+    Raises DagError as the passes do; the result keeps every rule of Level.EXECUTABLE.
+    """
+    dag = insert_ownership(insert_bucket_steps(dag), plan)
+    return _finish(dag, clip=clip)
+
+
+def executable_copies(
+    dag: TrainingDAG, plan: OwnershipPlan, *, all_reduce: bool, clip: bool = False
+) -> TrainingDAG:
+    """The same for copies that each holder steps: all-reduced, or, as a naive system does, not.
+
+    Raises DagError as the passes do; the result keeps every rule of Level.EXECUTABLE.
+    """
+    dag = insert_bucket_steps(dag)
+    if all_reduce:
+        dag = insert_all_reduce(dag, plan.ties)
+    return _finish(dag, clip=clip)
+
+
+def _finish(dag: TrainingDAG, *, clip: bool) -> TrainingDAG:
+    dag = insert_transfers(insert_clip(dag) if clip else dag)
+    check_rules(dag, Level.EXECUTABLE)
+    return dag
+
+
+def _with_gradient_sends(rank: int, program: Sequence[Action], ties: Sequence[TiePlan]) -> list[Action]:
+    last = {}
+    for position, action in enumerate(program):
+        if isinstance(action, Compute) and action.kind in (ComputeKind.BACKWARD, ComputeKind.BACKWARD_WEIGHT):
+            last[action.stage] = position
+    lowered: list[Action] = []
+    done = 0
+    for tie in ties:
+        if rank not in tie.replicas:
+            continue
+        at = 1 + max((last.get(stage, -1) for stage in tie.holder(rank).stages), default=-1)
+        while at < len(program) and _leaves(program[at]):
+            at += 1
+        if at > done:
+            lowered.extend(program[done:at])
+            done = at
+        lowered.append(Sync(kind=SyncKind.SEND_GRAD, bucket=tie.name, peer=tie.owner))
+    lowered.extend(program[done:])
+    return lowered
+
+
+def _leaves(action: Action) -> bool:
+    return isinstance(action, Transfer) and action.kind in SENDS
+
+
+def _owner_nodes(rank: int, ties: Sequence[TiePlan]) -> list[Sync]:
+    nodes: list[Sync] = []
+    for tie in ties:
+        if tie.owner != rank:
+            continue
+        nodes.extend(Sync(kind=SyncKind.RECV_GRAD, bucket=tie.name, peer=peer) for peer in tie.replicas)
+        nodes.append(Sync(kind=SyncKind.OWNER_STEP, bucket=tie.name))
+        nodes.extend(Sync(kind=SyncKind.SEND_WEIGHT, bucket=tie.name, peer=peer) for peer in tie.replicas)
+    return nodes
+
+
+def _weight_recvs(rank: int, ties: Sequence[TiePlan]) -> list[Sync]:
+    return [
+        Sync(kind=SyncKind.RECV_WEIGHT, bucket=tie.name, peer=tie.owner)
+        for tie in ties
+        if rank in tie.replicas
+    ]
+
+
+def _check_plan(dag: TrainingDAG, world_size: int, ties: Sequence[TiePlan]) -> None:
+    if world_size != dag.num_ranks:
+        raise DagError(
+            f"the ownership plan is for {world_size} ranks and the TrainingDAG for {dag.num_ranks}"
+        )
+    taken = {bucket.name for bucket in dag.buckets}
+    for tie in ties:
+        if tie.name in taken:
+            raise DagError(
+                f"tie {tie.name!r}: a bucket of that name exists already; a tie is its own bucket, so "
+                "leave its parameter out of the others"
+            )
+        for holder in tie.holders:
+            for stage in holder.stages:
+                if stage not in dag.stages_of(holder.rank):
+                    raise DagError(
+                        f"tie {tie.name!r}: the plan has stage {stage} on rank {holder.rank}, which runs "
+                        f"the stages {list(dag.stages_of(holder.rank))}; plan with the placement of the DAG"
+                    )
+
+
+def _refuse_tail_nodes(dag: TrainingDAG, name: str) -> None:
+    for rank, program in enumerate(dag.programs):
+        for action in program:
+            if isinstance(action, Sync | Collective):
+                raise DagError(
+                    f"{name}: rank {rank} has {action!r} already; run one sync pass, once, and "
+                    "insert_clip after it"
+                )
+
+
+def _checked(dag: TrainingDAG, programs: Sequence[Sequence[Action]]) -> TrainingDAG:
+    lowered = dataclasses.replace(dag, programs=tuple(map(tuple, programs)))
+    check_rules(lowered, level_of(lowered))
+    return lowered
