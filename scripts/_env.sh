@@ -37,9 +37,9 @@ _install() {
         return 1
     fi
     # hatchling comes first and the build is not isolated, so that the constraints hold for it too.
-    "$venv/bin/python" -m pip install --quiet --constraint "$ROOT/scripts/constraints.txt" hatchling ||
+    "$venv/bin/python" -m pip install -qq --constraint "$ROOT/scripts/constraints.txt" hatchling ||
         return 1
-    "$venv/bin/python" -m pip install --quiet --constraint "$ROOT/scripts/constraints.txt" \
+    "$venv/bin/python" -m pip install -qq --constraint "$ROOT/scripts/constraints.txt" \
         --no-build-isolation --editable "$ROOT[dev]" || return 1
 }
 
