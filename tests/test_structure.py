@@ -114,6 +114,8 @@ def exported(tree: ast.Module) -> list[str] | None:
         match node:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
                 return [str(name) for name in ast.literal_eval(value)]
+            case ast.AnnAssign(target=ast.Name(id="__all__"), value=ast.expr() as value):
+                return [str(name) for name in ast.literal_eval(value)]
     return None
 
 
