@@ -104,6 +104,12 @@ class TestReadText:
         text = read_text(tmp_path, limit_bytes=8)
         assert (text.content, text.num_files, text.truncated) == ("aaaabbbb", 2, True)
 
+    def test_limit_counts_bytes_over_a_folder(self, tmp_path: Path) -> None:
+        for name in "abc":
+            (tmp_path / name).write_bytes("\u00e9\u00e9".encode())
+        text = read_text(tmp_path, limit_bytes=6)
+        assert (text.content, text.num_files, text.truncated) == ("\u00e9" * 3, 2, True)
+
     @pytest.mark.parametrize(
         ("content", "words"),
         [
@@ -190,6 +196,17 @@ class TestVocabulary:
         for content in (PROSE * 60, "abcd" * 50_000):
             encoded = build_vocabulary(text_of(content), 256, cache_dir=tmp_path)
             assert encoded.tokenizer.decode(encoded.tokens.tolist()) == content
+
+    def test_pieces_do_not_cut_words(self, tmp_path: Path) -> None:
+        content = PROSE * 60
+        encoded = build_vocabulary(text_of(content), 300, cache_dir=tmp_path)
+        assert encoded.tokens.tolist() == encoded.tokenizer.encode(content).ids
+
+    def test_every_byte_is_a_token_even_one_that_the_text_lacks(self, tmp_path: Path) -> None:
+        tokenizer = build_vocabulary(text_of(PROSE), 256, cache_dir=tmp_path).tokenizer
+        assert tokenizer.get_vocab_size() == 256
+        other = "".join(map(chr, range(1, 0x180)))
+        assert tokenizer.decode(tokenizer.encode(other).ids) == other
 
     @pytest.mark.parametrize("vocab_size", [0, 255])
     def test_too_small(self, tmp_path: Path, vocab_size: int) -> None:

@@ -224,6 +224,10 @@ class TestStartingValues:
         for name, parameter in wide.named_parameters():
             assert torch.equal(parameter.to(dtype), narrow.get_parameter(name)), name
 
+    def test_are_drawn_in_float64(self) -> None:
+        weight = build_model(CONFIG, dtype=torch.float64).get_parameter("embed.weight")
+        assert not torch.equal(weight, weight.float().double())
+
     def test_have_the_right_spread(self) -> None:
         config = GPTConfig(vocab_size=512, hidden=64, layers=8, heads=4, context=64)
         for name, parameter in build_model(config, dtype=torch.float64).named_parameters():

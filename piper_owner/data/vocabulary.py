@@ -31,7 +31,7 @@ __all__ = ["Encoded", "build_vocabulary", "encode"]
 
 _NUM_BYTES: Final = 256
 _FORMAT: Final = "1"
-# Characters per piece handed to the library: pieces end at line ends, so no token is cut.
+# Characters per piece handed to the library: pieces end at line ends, so no word is cut.
 _PIECE: Final = 2**16
 
 
