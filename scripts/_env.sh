@@ -10,7 +10,8 @@ _find_python() {
     for candidate in python3 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             # Inside an activated environment this is the interpreter that the environment was made from.
-            "$candidate" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)'
+            "$candidate" -c 'import os, sys
+print(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))'
             return 0
         fi
     done
