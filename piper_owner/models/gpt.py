@@ -56,7 +56,8 @@ class _Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden)
+        # Without bias: the softmax cancels what a key bias adds, so its gradient would be rounding noise.
+        self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.projection = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:

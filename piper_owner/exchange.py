@@ -1,0 +1,344 @@
+"""Runs one rank's sync nodes: the only code that moves, adds and steps tied parameters.
+
+A step of one tie, on its owner: the gradients of the replicas come in, are added to the
+owner's own in ascending order of rank, the owner steps the only optimizer state, and the new
+weights go back. RECV_GRAD only marks a gradient as due. OWNER_STEP then receives, adds, steps and
+sends chunk by chunk, so that both directions of the link are busy at once, unless the whole
+gradient was needed before (`finalize_grads`) or the optimizer is not element-wise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import torch
+from torch import nn
+
+from piper_owner.dag.nodes import Sync, SyncKind
+from piper_owner.errors import ReplicaMismatchError
+from piper_owner.ownership import TiePlan
+from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
+from piper_owner.transport.wire import Header, Phase, row_ranges, rows_per_chunk
+
+__all__ = ["Exchange", "Stepper", "TiedParameter"]
+
+
+class Stepper(Protocol):
+    """Steps one parameter, whole or in slices of its rows."""
+
+    @property
+    def chunkable(self) -> bool:
+        """Whether stepping row slices gives the same bits as stepping the whole."""
+        ...
+
+    def step_whole(self, grad: torch.Tensor) -> None:
+        """Step the parameter with `grad`, of its shape and dtype."""
+        ...
+
+    def step_rows(self, start: int, stop: int, grad: torch.Tensor) -> None:
+        """Step rows `start` to `stop` with `grad` (stop - start, ...); ranges come in order."""
+        ...
+
+    def finish(self) -> None:
+        """All rows of this step have been stepped."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TiedParameter:
+    """This rank's part in one tie; `stepper` is given on the owner and nowhere else."""
+
+    plan: TiePlan
+    parameter: nn.Parameter
+    stepper: Stepper | None = None
+    due: list[int] = field(default_factory=list)
+    """Replicas whose gradient of this step is still to be received, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One chunk of the owner's step: rows `start` to `stop` and their combined gradient."""
+
+    start: int
+    stop: int
+    grad: torch.Tensor
+
+
+class Exchange:
+    """The tied sync of one rank.
+
+    `lines` maps each peer rank to the line of the pair; `tied` maps the canonical name of each
+    tie held here to its `TiedParameter`. All ranks run the sync nodes that
+    `p2p_nodes.insert_ownership` planned, with the same `step` number.
+    """
+
+    def __init__(self, rank: int, tied: Mapping[str, TiedParameter], lines: Mapping[int, Line]) -> None:
+        self.rank = rank
+        self.tied = dict(tied)
+        self.lines = dict(lines)
+
+    def run(self, node: Sync, step: int) -> None:
+        """Run one sync node of this rank's program. Raises ExchangeError when a peer fails."""
+        tie = self.tied[node.bucket]
+        match node.kind:
+            case SyncKind.SEND_GRAD:
+                self._send_grad(tie, step)
+            case SyncKind.RECV_GRAD:
+                assert node.peer is not None
+                tie.due.append(node.peer)
+            case SyncKind.OWNER_STEP:
+                self._owner_step(tie, step)
+            case SyncKind.SEND_WEIGHT:
+                pass  # OWNER_STEP sent the weights, chunk by chunk as it stepped them
+            case SyncKind.RECV_WEIGHT:
+                self._recv_weight(tie, step)
+            case _:
+                assert_never(node.kind)
+
+    def finalize_grads(self, step: int) -> None:
+        """Receive all gradients that are due and put the sums into the owners' `.grad`.
+
+        Call it when something needs the whole gradient before the step, such as a global norm.
+        """
+        for tie in self.tied.values():
+            if tie.due:
+                own = tie.parameter.grad
+                whole = None
+                for update in self._combined(tie, step):
+                    if whole is None:
+                        whole = torch.empty_like(tie.parameter, memory_format=torch.contiguous_format)
+                    _rows(whole)[update.start : update.stop] = update.grad.view_as(
+                        _rows(whole)[update.start : update.stop]
+                    )
+                tie.parameter.grad = own if whole is None else whole
+
+    def flush(self) -> None:
+        """Wait until every peer has received all that this rank sent."""
+        for line in self.lines.values():
+            line.flush()
+
+    def take_bytes_sent(self) -> BytesSent:
+        """Bytes sent since the last call."""
+        total = BytesSent()
+        for line in self.lines.values():
+            total += line.sent
+            line.sent = BytesSent()
+        return total
+
+    def close(self) -> None:
+        """Close every line."""
+        for line in self.lines.values():
+            line.close()
+
+    # -- the replica's side
+
+    def _send_grad(self, tie: TiedParameter, step: int) -> None:
+        grad, tie.parameter.grad = _dense(tie.parameter.grad), None
+        self.lines[tie.plan.owner].send(self._header(tie, Phase.GRAD, step), grad)
+
+    def _recv_weight(self, tie: TiedParameter, step: int) -> None:
+        line = self.lines[tie.plan.owner]
+        self._fill(tie, line.receive(self._header(tie, Phase.WEIGHT, step)))
+        line.flush()  # the owner has answered, so it has the gradient: let its memory go
+
+    def _fill(self, tie: TiedParameter, incoming: Incoming) -> None:
+        # A copy, not a receive into the parameter: it raises if a graph still needs the old value.
+        rows = _rows(tie.parameter)
+        with torch.no_grad():
+            for start, stop, chunk in incoming.chunks():
+                rows[start:stop].copy_(chunk.view_as(rows[start:stop]))
+
+    # -- the owner's side
+
+    def _owner_step(self, tie: TiedParameter, step: int) -> None:
+        stepper = tie.stepper
+        assert stepper is not None, f"rank {self.rank} owns {tie.plan.name!r} without a stepper"
+        lines = [self.lines[rank] for rank in tie.plan.replicas]
+        for line in lines:
+            line.flush()  # the weights of the last step may still be on their way
+        if not stepper.chunkable:
+            self.finalize_grads(step)
+        outgoing: list[Outgoing] | None = None
+        weights = _rows(tie.parameter)
+        for update in self._combined(tie, step):
+            if outgoing is None:
+                outgoing = self._announce(tie, step, present=True)
+            if stepper.chunkable:
+                stepper.step_rows(update.start, update.stop, update.grad)
+            elif update.start == 0:
+                grad = tie.parameter.grad
+                assert grad is not None
+                stepper.step_whole(grad)
+            for out in outgoing:
+                out.put(weights[update.start : update.stop])
+        if outgoing is None:
+            self._announce(tie, step, present=False)
+        else:
+            stepper.finish()
+        tie.parameter.grad = None
+
+    def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
+        header = self._header(tie, Phase.WEIGHT, step)
+        return [self.lines[rank].open(header, present=present) for rank in tie.plan.replicas]
+
+    def _combined(self, tie: TiedParameter, step: int) -> Iterator[_Update]:
+        """The combined gradient, chunk by chunk; nothing when every share of it is None."""
+        own = tie.parameter.grad = _dense(tie.parameter.grad)
+        due, tie.due = tie.due, []
+        incoming = {rank: self.lines[rank].receive(self._header(tie, Phase.GRAD, step)) for rank in due}
+        shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
+        if own is None and not shares:
+            return
+        header = self._header(tie, Phase.GRAD, step)
+        chunk_rows = next(
+            (message.header.chunk_rows for message in incoming.values() if message.present),
+            rows_per_chunk(header.shape, header.dtype.itemsize, self._chunk_bytes(tie)),
+        )
+        for start, stop in row_ranges(header.num_rows, chunk_rows) if tie.parameter.numel() else ():
+            parts = {}
+            for rank, chunks in shares.items():
+                begin, end, rows = next(chunks)
+                assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
+                parts[rank] = rows
+            mine = None if own is None else _rows(own)[start:stop]
+            grad = _add(self.rank, mine, parts)
+            yield _Update(start, stop, grad.to(tie.parameter.dtype).view_as(_rows(tie.parameter)[start:stop]))
+        for chunks in shares.values():
+            next(chunks, None)
+
+    def _chunk_bytes(self, tie: TiedParameter) -> int:
+        sizes = [self.lines[rank].chunk_bytes for rank in tie.plan.replicas]
+        return sizes[0] if sizes else max(1, tie.parameter.nbytes)
+
+    def _header(self, tie: TiedParameter, phase: Phase, step: int) -> Header:
+        parameter = tie.parameter
+        return Header(
+            phase=phase, subject=tie.plan.name, step=step, dtype=parameter.dtype, shape=tuple(parameter.shape)
+        )
+
+    # -- before the first step, and between steps
+
+    def share_values(self) -> None:
+        """Give every holder the value of the canonical name's holder. Collective over the holders.
+
+        A copy that differed is overwritten, with a warning that shows the largest difference.
+        """
+        for tie in self.tied.values():
+            source, owner = tie.plan.source, tie.plan.owner
+            if source != owner and self.rank == source:
+                self._send_value(tie, owner)
+            if source != owner and self.rank == owner:
+                self._take_value(tie, source)
+            if self.rank == owner:
+                for rank in tie.plan.replicas:
+                    if rank != source:
+                        self._send_value(tie, rank)
+            elif self.rank != source:
+                self._take_value(tie, owner)
+        self.flush()
+
+    def _send_value(self, tie: TiedParameter, peer: int) -> None:
+        self.lines[peer].send(self._header(tie, Phase.VALUE, 0), tie.parameter)
+
+    def _take_value(self, tie: TiedParameter, peer: int) -> None:
+        value = self.lines[peer].receive(self._header(tie, Phase.VALUE, 0)).tensor()
+        assert value is not None
+        if not _same_bits(value, tie.parameter):
+            difference = _largest_difference(value, tie.parameter)
+            warnings.warn(
+                f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
+                f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} holds "
+                f"{tie.plan.name!r}, the tie's first name, so its value was taken",
+                stacklevel=3,
+            )
+            with torch.no_grad():
+                tie.parameter.copy_(value)
+
+    def check(self, step: int) -> bool:
+        """Whether every replica holds the owner's value, bit for bit. Collective over the holders.
+
+        Raises ReplicaMismatchError, on every holder, with the largest difference of a tie.
+        """
+        for tie in self.tied.values():
+            difference = self._difference(tie, step)
+            if difference != 0.0:
+                raise ReplicaMismatchError(
+                    f"tie {tie.plan.tie.names}: a replica differs from the owner, rank {tie.plan.owner}, by up to "
+                    f"{difference:g} after step {step} (ranks {tie.plan.ranks}); something other than the owner's "
+                    "step has written the weights"
+                )
+        return True
+
+    def _difference(self, tie: TiedParameter, step: int) -> float:
+        """The largest difference of a replica of `tie` to its owner, known to every holder."""
+        value = self._header(tie, Phase.CHECK, step)
+        verdict = Header(phase=Phase.CHECK, subject=tie.plan.name, step=step, dtype=torch.float64, shape=(1,))
+        if self.rank != tie.plan.owner:
+            line = self.lines[tie.plan.owner]
+            theirs = line.receive(value).tensor()
+            assert theirs is not None
+            worst = 0.0
+            if not _same_bits(theirs, tie.parameter):
+                worst = _largest_difference(theirs, tie.parameter)
+            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
+            answer = line.receive(verdict).tensor()
+            assert answer is not None
+            line.flush()
+            return float(answer)
+        lines = [self.lines[rank] for rank in tie.plan.replicas]
+        for line in lines:
+            line.send(value, tie.parameter)
+        answers = [line.receive(verdict).tensor() for line in lines]
+        worst = max((float(answer) for answer in answers if answer is not None), default=0.0)
+        for line in lines:
+            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
+            line.flush()
+        return worst
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` detached, with a first dimension to slice: a scalar becomes one row."""
+    tensor = tensor.detach()
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """An nn.Embedding(sparse=True) gives a sparse gradient; the sum with the head's is dense."""
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def _add(rank: int, own: torch.Tensor | None, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The sum of the owner's rows and the replicas', in ascending rank, in float32 or wider.
+
+    Writes to staging buffers only: a gradient may share storage with another parameter's.
+    """
+    shares = {**parts} if own is None else {**parts, rank: own.reshape(own.shape[0], -1)}
+    dtype = torch.promote_types(torch.float32, next(iter(shares.values())).dtype)
+    order = sorted(shares)
+    total = shares[order[0]].to(dtype)
+    borrowed = total is shares.get(rank)
+    for other in order[1:]:
+        share = shares[other].to(dtype)
+        if not borrowed:
+            total.add_(share)
+        elif other != rank and share is shares[other]:
+            total, borrowed = share.add_(total), False  # the same bits: addition commutes
+        else:
+            total, borrowed = total + share, False
+    return total
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.equal(
+        one.detach().contiguous().reshape(-1).view(torch.uint8),
+        two.detach().contiguous().reshape(-1).view(torch.uint8),
+    )
+
+
+def _largest_difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where exactly one is not finite."""
+    difference = (one.detach().double() - two.detach().double()).abs()
+    return float(difference.nan_to_num(nan=float("inf")).max())

@@ -1,0 +1,122 @@
+"""What one training run is asked to do: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from piper_owner.errors import ConfigError
+from piper_owner.ownership import OwnerChoice
+
+__all__ = ["DTYPES", "OPTIMIZERS", "PLACEMENTS", "SCHEDULES", "RunKind", "TrainConfig"]
+
+PLACEMENTS: Final = ("loop", "v")
+SCHEDULES: Final = ("gpipe", "1f1b")
+OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
+DTYPES: Final = ("float32", "float64", "bfloat16")
+
+
+class RunKind(enum.Enum):
+    """The ways to train the same model on the same data."""
+
+    OWNER = "owner"
+    REFERENCE = "reference"
+    NAIVE = "naive"
+    ALLREDUCE = "allreduce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A GPT with a tied head, a pipeline to train it on, and how long.
+
+    A batch is `microbatches * microbatch_size` sequences of `sequence_length` tokens. `devices`
+    defaults to one per stage under `loop` and to half the stages, rounded up, under `v`.
+    `timeout_seconds` bounds every wait of one rank for another.
+
+    Raises ConfigError for a value that cannot work, naming the command's option.
+    """
+
+    stages: int = 4
+    devices: int = 0
+    placement: str = "loop"
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    microbatch_size: int = 2
+    sequence_length: int = 128
+    vocab: int = 8192
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    owner: OwnerChoice = "auto"
+    optimizer: str = "adamw"
+    lr: float = 3e-3
+    clip: float | None = None
+    dtype: str = "float32"
+    steps: int = 40
+    seed: int = 0
+    chunk_bytes: int = 4 * 2**20
+    timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.devices == 0:
+            default = self.stages if self.placement == "loop" else (self.stages + 1) // 2
+            object.__setattr__(self, "devices", default)
+        _check(self)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step trains on."""
+        return self.microbatches * self.microbatch_size * self.sequence_length
+
+
+def _check(config: TrainConfig) -> None:
+    for name in (
+        "stages",
+        "devices",
+        "microbatches",
+        "microbatch_size",
+        "sequence_length",
+        "hidden",
+        "layers",
+        "heads",
+        "steps",
+    ):
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    for name, known in (
+        ("placement", PLACEMENTS),
+        ("schedule", SCHEDULES),
+        ("optimizer", OPTIMIZERS),
+        ("dtype", DTYPES),
+    ):
+        value = getattr(config, name)
+        if value not in known:
+            raise ConfigError(f"--{name} {value}: choose one of {', '.join(known)}")
+    if config.devices > config.stages:
+        raise ConfigError(
+            f"--devices {config.devices} with --stages {config.stages}: a device without a stage has "
+            "nothing to do; use at most as many devices as stages"
+        )
+    if config.vocab < 256:
+        raise ConfigError(f"--vocab {config.vocab}: a byte-level vocabulary has at least 256 tokens")
+    if config.layers < config.stages - 2:
+        raise ConfigError(
+            f"--layers {config.layers} with --stages {config.stages}: every stage between the embedding's and "
+            f"the head's needs a layer; give at least {config.stages - 2} layers or fewer stages"
+        )
+    if config.hidden % config.heads:
+        raise ConfigError(f"--hidden {config.hidden} is not a multiple of --heads {config.heads}")
+    if not 0 < config.lr < float("inf"):
+        raise ConfigError(f"--lr {config.lr}: a positive, finite learning rate is needed")
+    if config.clip is not None and not 0 < config.clip < float("inf"):
+        raise ConfigError(f"--clip {config.clip}: a positive, finite norm is needed")
+    if not 0 < config.timeout_seconds < float("inf"):
+        raise ConfigError(
+            f"--timeout {config.timeout_seconds}: a positive, finite number of seconds is needed"
+        )
+    if config.chunk_bytes < 1:
+        raise ConfigError(f"--chunk-bytes {config.chunk_bytes}: at least 1 is needed")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed {config.seed}: a whole number from 0 to 2**63 - 1 is needed")

@@ -1,0 +1,296 @@
+"""Runs one rank's program of a TrainingDAG, action by action."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import assert_never
+
+import torch
+from torch import Tensor, nn
+
+from piper_owner.dag.graph import TrainingDAG
+from piper_owner.dag.nodes import (
+    Action,
+    BucketStep,
+    Collective,
+    CollectiveKind,
+    Compute,
+    ComputeKind,
+    Sync,
+    Transfer,
+)
+from piper_owner.errors import DagError, ExchangeError
+from piper_owner.exchange import Exchange, TiedParameter
+from piper_owner.executor.buckets import OptimizerFactory, local_buckets
+from piper_owner.executor.pipeline import Mailbox
+from piper_owner.executor.stage import LossFunction, StageRunner
+from piper_owner.optimizer_wrap import ParameterStepper
+from piper_owner.ownership import OwnershipPlan
+from piper_owner.ties import unite
+from piper_owner.transport.base import Fabric, Failure, Group
+from piper_owner.transport.messages import BytesSent, Line
+
+__all__ = ["DEFAULT_CHUNK_BYTES", "RankExecutor"]
+
+DEFAULT_CHUNK_BYTES = 4 * 2**20
+
+
+class RankExecutor:
+    """One rank of a pipeline. Construction and every method but the properties are collective.
+
+    `dag` has passed the rules of Level.EXECUTABLE and the dry run; `stages` maps the stage numbers
+    that `dag.placement` gives this rank to their modules, with full-model parameter names. The
+    names of a tie of `plan` become one Parameter on this rank and take the value of the first
+    name's holder; under `copies` (a DAG of `executable_copies`) every copy stays its own.
+
+    A failure on any rank is written to `fabric.board` with the rank and the action, this rank's
+    lines are closed so that its peers fail at once, and the error is raised.
+    """
+
+    def __init__(
+        self,
+        dag: TrainingDAG,
+        plan: OwnershipPlan,
+        *,
+        rank: int,
+        stages: Mapping[int, nn.Module],
+        optimizer: OptimizerFactory,
+        loss: LossFunction,
+        fabric: Fabric,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        clip: float | None = None,
+        copies: bool = False,
+    ) -> None:
+        if sorted(stages) != list(dag.stages_of(rank)):
+            raise DagError(f"rank {rank} runs the stages {list(dag.stages_of(rank))}, not {sorted(stages)}")
+        self.dag, self.plan, self.rank, self.clip = dag, plan, rank, clip
+        self.step = 0
+        self._fabric = fabric
+        self.peak_grad_bytes: Counter[str] = Counter()
+        self._tied_sent = BytesSent()
+        self._groups: dict[tuple[int, ...], Group] = {}
+        with self._reporting("start-up"):
+            ties = () if copies else plan.held_by(rank)
+            united = {tie.name: unite(stages, tie.tie) for tie in ties}
+            last = dag.num_stages - 1
+            self.stages = {s: StageRunner(m, loss if s == last else None) for s, m in stages.items()}
+            self.buckets = local_buckets(dag, plan, rank, stages, optimizer)
+            lines = _open_lines(dag, () if copies else plan.pairs, fabric, chunk_bytes)
+            self.mailbox = Mailbox(lines["pipeline"])
+            tied = {}
+            for tie in ties:
+                bucket = self.buckets.get(tie.name)  # None when the tie is frozen
+                steps = bucket.optimizer if bucket is not None else None
+                stepper = None if steps is None else ParameterStepper(steps, united[tie.name])
+                tied[tie.name] = TiedParameter(plan=tie, parameter=united[tie.name], stepper=stepper)
+            self.exchange = Exchange(rank, tied, lines["tied"])
+            self._open_groups()
+            self.exchange.share_values()
+            self.exchange.take_bytes_sent()
+
+    # -- a step
+
+    def train_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+        """One optimizer step over `len(inputs)` microbatches; this rank's share of the loss.
+
+        Every rank gets the same batch; the first stage reads `inputs`, the last reads `labels`.
+        The shares of all ranks add up to the loss of the batch. When it returns, every replica on
+        this rank has its new weights.
+        """
+        if len(inputs) != self.dag.num_microbatches or len(labels) != self.dag.num_microbatches:
+            raise DagError(
+                f"the TrainingDAG has {self.dag.num_microbatches} microbatches, the batch has {len(inputs)}"
+            )
+        loss = 0.0
+        for action in self.dag.programs[self.rank]:
+            with self._reporting(f"{action!r} of step {self.step}"):
+                loss += self._run(action, inputs, labels)
+        with self._reporting(f"the end of step {self.step}"):
+            self.mailbox.flush()
+        self._tied_sent += self.exchange.take_bytes_sent()
+        self.step += 1
+        return loss
+
+    def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+        match action:
+            case Compute(kind=ComputeKind.FORWARD, stage=stage, microbatch=microbatch):
+                return self._forward(stage, microbatch, inputs[microbatch], labels[microbatch])
+            case Compute():
+                self._backward(action)
+            case Transfer():
+                self.mailbox.run(action, self.step)
+            case BucketStep(bucket=name):
+                self._note_grads(name)
+                self.buckets[name].step()
+            case Sync():
+                self._note_grads(action.bucket)
+                self.exchange.run(action, self.step)
+            case Collective():
+                self._collective(action)
+            case _:
+                assert_never(action)
+        return 0.0
+
+    def _note_grads(self, bucket: str) -> None:
+        self.peak_grad_bytes[bucket] = max(self.peak_grad_bytes[bucket], self.buckets[bucket].grad_bytes)
+
+    def _forward(self, stage: int, microbatch: int, ids: Tensor, labels: Tensor) -> float:
+        runner = self.stages[stage]
+        is_last = stage == self.dag.num_stages - 1
+        entering = ids if stage == 0 else self.mailbox.take_activation(stage - 1, microbatch)
+        output = runner.forward(microbatch, entering, labels if is_last else None)
+        if is_last:
+            return float(output)
+        self.mailbox.put_activation(stage, microbatch, output)
+        return 0.0
+
+    def _backward(self, action: Compute) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        runner = self.stages[stage]
+        if action.kind is ComputeKind.BACKWARD_WEIGHT:
+            runner.backward_weight(microbatch)
+            return
+        is_last = stage == self.dag.num_stages - 1
+        grad = None if is_last else self.mailbox.take_grad(stage + 1, microbatch)
+        whole = action.kind is ComputeKind.BACKWARD
+        result = runner.backward(microbatch, grad) if whole else runner.backward_input(microbatch, grad)
+        if stage > 0:
+            self.mailbox.put_grad(stage, microbatch, result)
+
+    # -- collectives
+
+    def _collective(self, action: Collective) -> None:
+        match action.kind:
+            case CollectiveKind.ALL_REDUCE:
+                assert action.bucket is not None
+                self._all_reduce(action.bucket, action.ranks)
+            case CollectiveKind.CLIP:
+                self._clip(action.ranks)
+            case _:
+                assert_never(action.kind)
+
+    def _all_reduce(self, name: str, ranks: tuple[int, ...]) -> None:
+        """The baseline: every copy's gradient becomes the sum of all copies' gradients."""
+        tie = self.plan[name].tie
+        copies = [
+            p for bucket in tie.names if bucket in self.buckets for p in self.buckets[bucket].parameters
+        ]
+        total = torch.zeros_like(copies[0], memory_format=torch.contiguous_format)
+        for copy in copies:
+            if copy.grad is not None:
+                total += copy.grad
+        if len(ranks) > 1:
+            self._groups[ranks].all_reduce(total)
+            # What a ring sends of it on each of its ranks.
+            self._tied_sent += BytesSent(grads=2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+        for copy in copies:
+            copy.grad = total.clone()
+
+    def _clip(self, ranks: tuple[int, ...]) -> None:
+        """Scale all gradients so that their global L2 norm is at most `clip`; a tie counts once."""
+        assert self.clip is not None
+        self.exchange.finalize_grads(self.step)
+        square = torch.zeros(1, dtype=torch.float64)
+        for parameter in self._counted():
+            if parameter.grad is not None:
+                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+        if len(ranks) > 1:
+            self._groups[ranks].all_reduce(square)
+            self._tied_sent += BytesSent(other=square.nbytes)
+        # The same small constant as torch.nn.utils.clip_grad_norm_.
+        scale = self.clip / (math.sqrt(float(square)) + 1e-6)
+        if scale < 1.0 or math.isnan(scale):
+            for bucket in self.buckets.values():
+                for parameter in bucket.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
+
+    def _counted(self) -> Iterator[nn.Parameter]:
+        """Parameters whose gradient this rank counts into the global norm."""
+        reduced = {
+            action.bucket
+            for action in self.dag.programs[self.rank]
+            if isinstance(action, Collective) and action.bucket is not None
+        }
+        uncounted = {name for tie in reduced for name in self.plan[tie].tie.names[1:]}
+        uncounted |= {name for name, tie in self.exchange.tied.items() if tie.plan.owner != self.rank}
+        for name, bucket in self.buckets.items():
+            if name not in uncounted:
+                yield from bucket.parameters
+
+    # -- between steps
+
+    def check(self) -> bool:
+        """Whether every replica is bit for bit the owner's value; see `Exchange.check`."""
+        with self._reporting("the check of replicas"):
+            return self.exchange.check(self.step)
+
+    def take_tied_bytes_sent(self) -> BytesSent:
+        """Bytes of the tied sync that this rank has sent since the last call."""
+        sent, self._tied_sent = self._tied_sent, BytesSent()
+        return sent
+
+    def close(self) -> None:
+        """Wait until the peers have all that was sent, then close every line. Twice is fine."""
+        try:
+            self.exchange.flush()
+            self.mailbox.flush()
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        for part in ("exchange", "mailbox"):
+            if part in self.__dict__:
+                self.__dict__[part].close()
+        for group in self._groups.values():
+            group.close()
+
+    @contextmanager
+    def _reporting(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            name = type(error).__name__
+            self._fabric.board.report(Failure(rank=self.rank, where=where, error=f"{name}: {first}"))
+            self._abandon()
+            if isinstance(error, ExchangeError):
+                error.args = (f"{where}: {error.args[0]}",)
+            else:
+                error.add_note(f"on rank {self.rank}, at {where}")
+            raise
+
+    def _open_groups(self) -> None:
+        wanted = {
+            action.ranks: None
+            for program in self.dag.programs
+            for action in program
+            if isinstance(action, Collective) and len(action.ranks) > 1
+        }
+        for ranks in sorted(wanted):
+            if self.rank in ranks:
+                self._groups[ranks] = self._fabric.group(ranks, "collective")
+
+
+def _open_lines(
+    dag: TrainingDAG, tied_pairs: Sequence[tuple[int, int]], fabric: Fabric, chunk_bytes: int
+) -> dict[str, dict[int, Line]]:
+    """Every line of this rank, by purpose and peer.
+
+    All ranks open theirs in one order, that of (lower rank, higher rank, purpose), so that two
+    ranks never wait for each other's second line.
+    """
+    wanted = {(*pair, "tied") for pair in tied_pairs}
+    for rank, program in enumerate(dag.programs):
+        for action in program:
+            if isinstance(action, Transfer):
+                wanted.add((min(rank, action.peer), max(rank, action.peer), "pipeline"))
+    lines: dict[str, dict[int, Line]] = {"pipeline": {}, "tied": {}}
+    for low, high, purpose in sorted(wanted):
+        if fabric.rank in (low, high):
+            peer = high if fabric.rank == low else low
+            lines[purpose][peer] = Line(fabric.channel(peer, purpose), chunk_bytes=chunk_bytes)
+    return lines

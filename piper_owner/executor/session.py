@@ -1,0 +1,134 @@
+"""One rank of one run of the GPT: what an actor, or a thread, holds and is asked to do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from piper_owner.data.batches import Batch
+from piper_owner.errors import ConfigError
+from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.optimizers import optimizer_factory
+from piper_owner.executor.plan import gpt_config, plan_run, torch_dtype
+from piper_owner.executor.rank import RankExecutor
+from piper_owner.models.gpt import build_stage, lm_loss
+from piper_owner.transport.base import Fabric
+from piper_owner.transport.messages import BytesSent
+
+__all__ = ["RankReport", "RankSession", "StepReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step on one rank: its share of the batch's loss, wall seconds, tied bytes sent."""
+
+    loss: float
+    seconds: float
+    bytes_sent: BytesSent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Measured bytes on one rank: of the tied parameters, and of all optimizer state.
+
+    `tied_grads` is the most that the rank held at once in any step; the others are as they are
+    now. A tie whose uses on the rank are one Parameter counts once.
+    """
+
+    tied_weights: int = 0
+    tied_grads: int = 0
+    tied_optimizer: int = 0
+    optimizer_state: int = 0
+
+
+class RankSession:
+    """One rank of `run`, which is not the reference. Every method but `report` and `weights` is collective.
+
+    Raises ConfigError when the ranks have not planned the same run.
+    """
+
+    def __init__(self, config: TrainConfig, run: RunKind, rank: int, fabric: Fabric) -> None:
+        self._config = config
+        plan = plan_run(config, run)
+        _agree(plan.digest, fabric)
+        self._plan = plan.ownership
+        self._num_tokens = config.tokens_per_step
+        self._modules = {
+            stage: build_stage(
+                gpt_config(config), stage, config.stages, dtype=torch_dtype(config), seed=config.seed
+            )
+            for stage in plan.dag.stages_of(rank)
+        }
+        self._executor = RankExecutor(
+            plan.dag,
+            plan.ownership,
+            rank=rank,
+            stages=self._modules,
+            optimizer=optimizer_factory(config.optimizer, config.lr),
+            loss=self._loss,
+            fabric=fabric,
+            chunk_bytes=config.chunk_bytes,
+            clip=config.clip,
+            copies=run is not RunKind.OWNER,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return lm_loss(logits, labels, num_tokens=self._num_tokens)
+
+    def train_step(self, batch: Batch) -> StepReport:
+        """One optimizer step; every rank is given the same batch."""
+        start = time.perf_counter()
+        self._num_tokens = batch.num_tokens
+        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+        loss = self._executor.train_step(ids.unbind(0), labels.unbind(0))
+        seconds = time.perf_counter() - start
+        return StepReport(loss=loss, seconds=seconds, bytes_sent=self._executor.take_tied_bytes_sent())
+
+    def check(self) -> bool:
+        """Whether every replica is bit for bit the owner's value; raises ReplicaMismatchError if not."""
+        return self._executor.check()
+
+    def report(self) -> RankReport:
+        """The memory of this rank. Local."""
+        executor = self._executor
+        tied_names = {name for tie in self._plan.ties for name in tie.tie.names}
+        tied = [bucket for name, bucket in executor.buckets.items() if name in tied_names]
+        return RankReport(
+            tied_weights=sum(bucket.weight_bytes for bucket in tied),
+            tied_grads=sum(executor.peak_grad_bytes[bucket.name] for bucket in tied),
+            tied_optimizer=sum(bucket.optimizer_bytes for bucket in tied),
+            optimizer_state=sum(bucket.optimizer_bytes for bucket in executor.buckets.values()),
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's parameters by their names in the full model, copied to the CPU. Local."""
+        return {
+            name: parameter.detach().cpu().clone()
+            for module in self._modules.values()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    def close(self) -> None:
+        """Finish all sends and close every line. Twice is fine."""
+        self._executor.close()
+
+
+def _agree(digest: str, fabric: Fabric) -> None:
+    """Compare the plan's digest over all ranks."""
+    if fabric.world_size == 1:
+        return
+    ranks = tuple(range(fabric.world_size))
+    group = fabric.group(ranks, "agreement")
+    words = torch.zeros(fabric.world_size, 4, dtype=torch.int64)
+    words[fabric.rank] = torch.tensor([int(digest[i : i + 8], 16) for i in range(0, 32, 8)])
+    group.all_reduce(words)
+    group.close()
+    different = [rank for rank in ranks if not torch.equal(words[rank], words[fabric.rank])]
+    if different:
+        raise ConfigError(
+            f"rank {fabric.rank} and the ranks {different} have planned different runs; start every rank with "
+            "the same options and the same version of piper-owner"
+        )

@@ -1,0 +1,209 @@
+"""The gloo transport: one process group of two ranks for each channel, built directly on a store.
+
+`torch.distributed.new_group` is collective over the whole world, and with
+`use_local_synchronization` it hangs when a rank is in two pairs: the name of the group hashes a
+counter that differs between members. A `ProcessGroupGloo` made on a prefix of a store needs only
+its own members, and fails within its timeout when one never comes.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Work as C10dWork
+
+from piper_owner.errors import PeerTimeoutError
+from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work, lost, timed_out
+
+__all__ = ["FailureBoard", "GlooChannel", "GlooFabric", "GlooGroup"]
+
+_BOARD_KEY: Final = "failure"
+
+# torch's type stubs leave out the methods of this class that torch itself calls.
+_Gloo: Final[Any] = dist.ProcessGroupGloo
+
+
+class _ProcessGroup(Protocol):
+    """What is used of a gloo process group."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> C10dWork: ...
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> C10dWork: ...
+    def allreduce(self, tensors: list[torch.Tensor], /) -> C10dWork: ...
+
+
+class FailureBoard(Board):
+    """The board on a torch store; the first report stays."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def report(self, failure: Failure) -> None:
+        """Write `failure` unless somebody wrote before."""
+        try:
+            self._store.compare_set(_BOARD_KEY, "", failure.to_json())
+        except (dist.DistStoreError, RuntimeError):
+            return  # the store's host is gone: there is nobody left to tell
+
+    def first(self) -> Failure | None:
+        """The first failure, or None."""
+        try:
+            if not self._store.check([_BOARD_KEY]):
+                return None
+            text = self._store.get(_BOARD_KEY).decode()
+        except (dist.DistStoreError, RuntimeError):
+            return None  # the wait that asks has an error of its own to show
+        return Failure.from_json(text) if text else None
+
+
+class _GlooWork:
+    """A gloo work that is waited on at most once (a second wait of gloo's own hangs)."""
+
+    def __init__(self, work: C10dWork, tensor: torch.Tensor, channel: GlooChannel) -> None:
+        self._work: C10dWork | None = work
+        self._tensor: torch.Tensor | None = tensor  # the message is lost if its memory goes
+        self._channel = channel
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        channel = self._channel
+        try:
+            work.wait(channel.timeout)
+        except RuntimeError as error:
+            raise _explain(
+                error, channel.board, channel.rank, f"rank {channel.peer}", channel.timeout
+            ) from error
+        finally:
+            self._tensor = None
+
+
+class GlooChannel(Channel):
+    """A channel over a process group of two ranks."""
+
+    def __init__(self, fabric: GlooFabric, peer: int, purpose: str) -> None:
+        self.rank, self.peer, self.timeout, self.board = fabric.rank, peer, fabric.timeout, fabric.board
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        self._other = pair.index(peer)
+        self._group: _ProcessGroup | None = fabric.make_group(pair, purpose)
+
+    def post_send(self, tensor: torch.Tensor) -> Work:
+        """Start sending `tensor`."""
+        return self._post("send", tensor)
+
+    def post_recv(self, tensor: torch.Tensor) -> Work:
+        """Start receiving into `tensor`."""
+        return self._post("recv", tensor)
+
+    def _post(self, what: str, tensor: torch.Tensor) -> Work:
+        group = self._group
+        if group is None:
+            raise lost(self.board, self.rank, f"rank {self.peer}", "this end of the channel is closed")
+        start = group.send if what == "send" else group.recv
+        try:
+            work = start([tensor], self._other, 0)
+        except RuntimeError as error:
+            raise _explain(error, self.board, self.rank, f"rank {self.peer}", self.timeout) from error
+        return _GlooWork(work, tensor, self)
+
+    def close(self) -> None:
+        """Drop the process group, which closes its sockets."""
+        self._group = None
+
+
+class GlooGroup(Group):
+    """A collective over a process group of its own."""
+
+    def __init__(self, fabric: GlooFabric, ranks: tuple[int, ...], purpose: str) -> None:
+        self.ranks = ranks
+        self._fabric = fabric
+        self._group: _ProcessGroup | None = None
+        if len(ranks) > 1:
+            self._group = fabric.make_group(ranks, purpose)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over the group."""
+        if self._group is None:
+            return
+        fabric = self._fabric
+        try:
+            self._group.allreduce([tensor]).wait(fabric.timeout)
+        except RuntimeError as error:
+            raise _explain(error, fabric.board, fabric.rank, f"ranks {self.ranks}", fabric.timeout) from error
+
+    def close(self) -> None:
+        """Drop the process group."""
+        self._group = None
+
+
+class GlooFabric(Fabric):
+    """Channels and groups over TCP between processes that share `store`.
+
+    `store` is any torch store that all ranks reach; each run gives its own prefix of it.
+    `hostname` is the address that this rank listens on and tells its peers (None: torch's choice,
+    which follows `GLOO_SOCKET_IFNAME`). Every wait is bounded by `timeout`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: timedelta,
+        hostname: str | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.board: Board = FailureBoard(store)
+        self._store = store
+        self._hostname = hostname
+
+    def channel(self, peer: int, purpose: str) -> Channel:
+        """This rank's end of a new line to `peer`; collective over the two."""
+        return GlooChannel(self, peer, purpose)
+
+    def group(self, ranks: tuple[int, ...], purpose: str) -> Group:
+        """A new group over `ranks`; collective over them."""
+        return GlooGroup(self, ranks, purpose)
+
+    def make_group(self, ranks: tuple[int, ...], purpose: str) -> _ProcessGroup:
+        """A process group over `ranks` under a store prefix of its own; collective over them."""
+        options = _Gloo._Options()
+        options._timeout = self.timeout
+        options._threads = 1
+        device = (
+            _Gloo.create_default_device()
+            if self._hostname is None
+            else _Gloo.create_device(hostname=self._hostname)
+        )
+        options._devices = [device]
+        prefix = f"{purpose}/{'-'.join(map(str, ranks))}"
+        try:
+            group = _Gloo(PrefixStore(prefix, self._store), ranks.index(self.rank), len(ranks), options)
+            return cast("_ProcessGroup", group)
+        except (dist.DistStoreError, RuntimeError) as error:
+            others = tuple(rank for rank in ranks if rank != self.rank)
+            raise PeerTimeoutError(
+                f"rank {self.rank} could not open {purpose!r} to rank {', '.join(map(str, others))} within "
+                f"{self.timeout.total_seconds():g} s: every one of the ranks {ranks} must open it "
+                f"({_first_line(error)})"
+            ) from error
+
+
+def _explain(
+    error: RuntimeError, board: Board, rank: int, peer: str, timeout: timedelta
+) -> PeerTimeoutError | Exception:
+    if "timed out" in str(error).lower():
+        return timed_out(board, rank, peer, timeout)
+    return lost(board, rank, peer, _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    """Gloo's own words, without its source location and without its advice."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    text = text.rsplit("] ", 1)[-1] if text.startswith("[/") else text
+    return text.split(". This is", 1)[0].encode("ascii", "replace").decode()

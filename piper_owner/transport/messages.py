@@ -1,0 +1,242 @@
+"""Checked messages over one channel: a header, then the payload in chunks.
+
+Sends are asynchronous; their handles are kept until `flush`. Receives block, and keep one chunk
+in flight while the caller works on the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+import torch
+
+from piper_owner.errors import ExchangeError, MessageMismatchError
+from piper_owner.transport.base import Channel, Work
+from piper_owner.transport.wire import HEADER_BYTES, Header, Phase, rows_per_chunk
+
+__all__ = ["BytesSent", "Incoming", "Line", "Outgoing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesSent:
+    """Payload bytes of the tied sync by kind; `other` is headers, presence and norms."""
+
+    ids: int = 0
+    rows: int = 0
+    grads: int = 0
+    weights: int = 0
+    other: int = 0
+
+    def __add__(self, more: BytesSent) -> BytesSent:
+        return BytesSent(
+            ids=self.ids + more.ids,
+            rows=self.rows + more.rows,
+            grads=self.grads + more.grads,
+            weights=self.weights + more.weights,
+            other=self.other + more.other,
+        )
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return self.ids + self.rows + self.grads + self.weights + self.other
+
+    def to_dict(self) -> dict[str, int]:
+        """A JSON-ready `{ids, rows, grads, weights, other}`."""
+        return asdict(self)
+
+
+_KIND_OF_PHASE: Final = {Phase.GRAD: "grads", Phase.WEIGHT: "weights"}
+
+
+class Line:
+    """Checked messages between this rank and `channel.peer`.
+
+    Not thread-safe. `sent` counts what was posted since it was last set to `BytesSent()`, and
+    `messages` the headers among it.
+    """
+
+    def __init__(self, channel: Channel, *, chunk_bytes: int) -> None:
+        self.channel = channel
+        self.chunk_bytes = chunk_bytes
+        self.sent = BytesSent()
+        self.messages = 0
+        self._pending: list[Work] = []
+        self._staging: dict[torch.dtype, torch.Tensor] = {}
+
+    def send(self, header: Header, tensor: torch.Tensor | None) -> None:
+        """Send `tensor`, or its absence. Must not be written before `flush`."""
+        out = self.open(header, present=tensor is not None)
+        if tensor is not None:
+            rows = tensor.detach().reshape(header.num_rows, -1)
+            for start, stop in out.header.ranges():
+                out.put(rows[start:stop])
+
+    def open(self, header: Header, *, present: bool = True) -> Outgoing:
+        """Announce a message whose chunks follow by `Outgoing.put`, in the order of its ranges."""
+        itemsize = header.dtype.itemsize
+        header = replace(
+            header, present=present, chunk_rows=rows_per_chunk(header.shape, itemsize, self.chunk_bytes)
+        )
+        self._post(header.encode(), "other", header)
+        self.messages += 1
+        return Outgoing(self, header)
+
+    def receive(self, expected: Header, *, any_tensor: bool = False) -> Incoming:
+        """Wait for the next message and check its header against `expected`.
+
+        Raises MessageMismatchError if it is another, after closing the channel, so that the
+        sender fails too; PeerTimeoutError or PeerLostError if none comes.
+        """
+        where = self._where(expected, sending=False)
+        raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        with _Context(where):
+            self.channel.post_recv(raw).wait()
+        try:
+            header = Header.decode(raw, where)
+            header.check(expected, where, any_tensor=any_tensor)
+        except MessageMismatchError:
+            self.channel.close()
+            raise
+        return Incoming(self, header, where)
+
+    def flush(self) -> None:
+        """Wait until the peer has received all that was sent."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+
+    def staging(self, header: Header) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two buffers of one chunk each, kept from message to message."""
+        columns = _columns(header)
+        size = min(header.chunk_rows, header.num_rows) * columns
+        buffer = self._staging.get(header.dtype)
+        if buffer is None or buffer.numel() < 2 * size:
+            buffer = self._staging[header.dtype] = torch.empty(2 * size, dtype=header.dtype)
+        return buffer[:size].view(-1, columns), buffer[size : 2 * size].view(-1, columns)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes that this end keeps for staging."""
+        return sum(buffer.nbytes for buffer in self._staging.values())
+
+    def close(self) -> None:
+        """Close the channel; sends that were not flushed may be lost."""
+        self._pending.clear()
+        self._staging.clear()
+        self.channel.close()
+
+    def _post(self, tensor: torch.Tensor, kind: str, header: Header) -> None:
+        with _Context(self._where(header, sending=True)):
+            work = self.channel.post_send(tensor)
+        self._pending.append(_Tracked(work, self._where(header, sending=True)))
+        self.sent += BytesSent(**{kind: tensor.nbytes})
+
+    def _where(self, header: Header, *, sending: bool) -> str:
+        ranks = (self.channel.rank, self.channel.peer)
+        source, target = ranks if sending else ranks[::-1]
+        part = (
+            f", microbatch {header.microbatch}"
+            if header.phase in (Phase.ACTIVATION, Phase.INPUT_GRAD)
+            else ""
+        )
+        return (
+            f"{header.phase.value} of {header.subject!r} from rank {source} to rank {target}, "
+            f"step {header.step}{part}"
+        )
+
+
+def _columns(header: Header) -> int:
+    size = 1
+    for dim in header.shape[1:]:
+        size *= dim
+    return size
+
+
+class _Context:
+    """Put in front of an exchange error which message it broke."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ExchangeError):
+            error.args = (f"{self._where}: {error.args[0]}",)
+
+
+class _Tracked:
+    """A work whose failure says which message it carried."""
+
+    def __init__(self, work: Work, where: str) -> None:
+        self._work, self._where = work, where
+
+    def wait(self) -> None:
+        with _Context(self._where):
+            self._work.wait()
+
+
+class Outgoing:
+    """A message whose chunks are sent one by one."""
+
+    def __init__(self, line: Line, header: Header) -> None:
+        self.header = header
+        self._line = line
+
+    def put(self, rows: torch.Tensor) -> None:
+        """Send the next chunk; must not be written before the line is flushed."""
+        kind = _KIND_OF_PHASE.get(self.header.phase, "other")
+        self._line._post(rows.detach().contiguous(), kind, self.header)
+
+
+class Incoming:
+    """A message whose header has arrived and is right."""
+
+    def __init__(self, line: Line, header: Header, where: str) -> None:
+        self.header = header
+        self._line, self._where = line, where
+
+    @property
+    def present(self) -> bool:
+        """Whether a payload follows."""
+        return self.header.present
+
+    def chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(start row, stop row, rows) of each chunk, as they arrive.
+
+        `rows` is a (stop - start, columns) staging buffer of the message's dtype that the caller
+        may write to; it is overwritten two chunks later.
+        """
+        ranges = list(self.header.ranges())
+        if not ranges:
+            return
+        buffers = self._line.staging(self.header)
+        arriving = self._post(ranges[0], buffers[0])
+        for index, (start, stop) in enumerate(ranges):
+            rows, work = arriving
+            if index + 1 < len(ranges):
+                arriving = self._post(ranges[index + 1], buffers[(index + 1) % 2])
+            with _Context(self._where):
+                work.wait()
+            yield start, stop, rows
+
+    def tensor(self) -> torch.Tensor | None:
+        """The whole payload in a new tensor, or None when it is not present."""
+        if not self.present:
+            return None
+        whole = torch.empty(self.header.shape, dtype=self.header.dtype)
+        rows = whole.view(self.header.num_rows, -1) if whole.numel() else whole
+        works = [self._post((start, stop), rows[start:stop])[1] for start, stop in self.header.ranges()]
+        for work in works:
+            with _Context(self._where):
+                work.wait()
+        return whole
+
+    def _post(self, span: tuple[int, int], buffer: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        rows = buffer[: span[1] - span[0]]
+        with _Context(self._where):
+            return rows, self._line.channel.post_recv(rows)
