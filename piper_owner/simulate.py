@@ -31,6 +31,7 @@ __all__ = ["Event", "Timeline", "simulate", "unit_duration"]
 
 _ROWS: Final = 40
 _COLUMNS: Final = 8
+_ROWS_BEHIND: Final = 5
 
 _FLOW: Final = {
     TransferKind.SEND_ACTIVATION: TransferKind.RECV_ACTIVATION,
@@ -93,9 +94,7 @@ class Timeline:
         and says so.
         """
         ranks = range(len(self.programs))
-        return _format_grid(
-            self.programs, self.starts, frozenset(), list(ranks), max_rows, max_ranks, tail=False
-        )
+        return _format_grid(self.programs, self.starts, frozenset(), list(ranks), max_rows, max_ranks)
 
 
 def simulate(dag: TrainingDAG, durations: Callable[[Action], float] = unit_duration) -> Timeline:
@@ -335,7 +334,7 @@ class _DryRun:
         ranks: Sequence[int],
         marks: set[tuple[int, int]] | None = None,
     ) -> DryRunError:
-        """The error, with the grid; `ranks` (those concerned) get the first columns of a large one."""
+        """The error, with the grid, of a large one the part around the first of `ranks`, those concerned."""
         blocked = {
             (rank, len(ends))
             for rank, ends in enumerate(self.ends)
@@ -344,9 +343,8 @@ class _DryRun:
         marked = (marks or set()) | blocked
         every = range(self.dag.num_ranks)
         order = [r for r in ranks if r in every] + [r for r in every if r not in ranks]
-        return error(
-            f"{text}\n{_format_grid(self.programs, self.starts, marked, order, _ROWS, _COLUMNS, tail=True)}"
-        )
+        grid = _format_grid(self.programs, self.starts, marked, order, _ROWS, _COLUMNS, focus=ranks[0])
+        return error(f"{text}\n{grid}")
 
 
 def _matches(send: Action, recv: Action, receiver: int) -> bool:
@@ -376,10 +374,12 @@ def _format_grid(
     order: Sequence[int],
     max_rows: int,
     max_ranks: int,
-    *,
-    tail: bool,
+    focus: int | None = None,
 ) -> str:
-    """The grid of what started; its last rows if `tail`, else its first; columns of `order` first."""
+    """The grid of what started, columns of `order` first; a large one is cut at its first rows.
+
+    With a `focus` it is cut to the rows before that rank's marked cell, and a few behind it.
+    """
     shown = sorted(order[:max_ranks])
     cells: dict[float, dict[int, list[str]]] = {}
     for rank in shown:
@@ -390,15 +390,20 @@ def _format_grid(
             cells.setdefault(start, {}).setdefault(rank, []).append(text)
     lines = [["time", *(f"rank {rank}" for rank in shown)]]
     body = [line for time in sorted(cells) for line in _rows(time, cells[time], shown)]
-    left = max(0, len(body) - max_rows)
-    lines.extend(body[left:] if tail else body[: len(body) - left])
+    first = 0
+    if focus is not None:
+        column = 1 + shown.index(focus)
+        at = next((i for i, line in enumerate(body) if line[column].startswith(">>")), 0)
+        first = min(max(0, at + _ROWS_BEHIND + 1 - max_rows), max(0, len(body) - max_rows))
+    lines.extend(body[first : first + max_rows])
     widths = [max(len(line[column]) for line in lines) for column in range(len(shown) + 1)]
     text = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-    notes = []
-    if left:
-        notes.append(f"{left} {'earlier' if tail else 'later'} rows")
-    if len(order) > len(shown):
-        notes.append(f"{len(order) - len(shown)} of {len(order)} ranks")
+    hidden = (
+        (first, f"{first} earlier rows"),
+        (max(0, len(body) - first - max_rows), f"{len(body) - first - max_rows} later rows"),
+        (len(order) - len(shown), f"{len(order) - len(shown)} of {len(order)} ranks"),
+    )
+    notes = [note for count, note in hidden if count]
     return text + (f"\n({' and '.join(notes)} left out)" if notes else "")
 
 
