@@ -9,6 +9,7 @@ gradient was needed before (`finalize_grads`) or the optimizer is not element-wi
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -250,8 +251,8 @@ class Exchange:
             difference = _largest_difference(value, tie.parameter)
             warnings.warn(
                 f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
-                f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} holds "
-                f"{tie.plan.name!r}, the tie's first name, so its value was taken",
+                f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "
+                f"holds {tie.plan.name!r}, the tie's first name, so its value was taken",
                 stacklevel=3,
             )
             with torch.no_grad():
@@ -262,12 +263,14 @@ class Exchange:
 
         Raises ReplicaMismatchError, on every holder, with the largest difference of a tie.
         """
-        for tie in self.tied.values():
-            difference = self._difference(tie, step)
+        # All ties before the first raise: the ranks of the next tie may be others.
+        differences = {name: self._difference(tie, step) for name, tie in self.tied.items()}
+        for name, difference in differences.items():
+            plan = self.tied[name].plan
             if difference != 0.0:
                 raise ReplicaMismatchError(
-                    f"tie {tie.plan.tie.names}: a replica differs from the owner, rank {tie.plan.owner}, by up to "
-                    f"{difference:g} after step {step} (ranks {tie.plan.ranks}); something other than the owner's "
+                    f"tie {plan.tie.names}: a replica differs from the owner, rank {plan.owner}, by up to "
+                    f"{difference:g} after step {step} (ranks {plan.ranks}); something other than the owner's "
                     "step has written the weights"
                 )
         return True
@@ -339,6 +342,7 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _largest_difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The largest absolute difference; infinite where exactly one is not finite."""
+    """The largest absolute difference of two tensors that differ; infinite where one is not finite."""
     difference = (one.detach().double() - two.detach().double()).abs()
-    return float(difference.nan_to_num(nan=float("inf")).max())
+    # Not 0 for values such as 0.0 and -0.0, which differ in their bits alone.
+    return float(difference.nan_to_num(nan=float("inf")).max()) or math.ulp(0.0)

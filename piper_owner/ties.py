@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -39,20 +40,20 @@ def _check_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
         if parameter.is_meta or parameter.numel() == 0 or parameter.layout is not torch.strided:
             continue
         storage = parameter.untyped_storage()
-        start = parameter.storage_offset() * parameter.element_size()
+        start = int(parameter.storage_offset()) * parameter.element_size()
         last = sum(
-            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            (size - 1) * int(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
         stop = start + (last + 1) * parameter.element_size()
         spans.setdefault(storage.data_ptr(), []).append((start, stop, name))
     for group in spans.values():
         group.sort()
-        for (_, stop, first), (start, _, second) in zip(group, group[1:], strict=False):
+        for (_, stop, first), (start, _, second) in itertools.pairwise(group):
             if start < stop:
                 raise TieError(
-                    f"{first!r} and {second!r} are two Parameters over the same memory, so each would get half "
-                    "of the gradient. Assign one Parameter object to both modules (head.weight = embed.weight); "
-                    "for a transposed use, transpose in forward"
+                    f"{first!r} and {second!r} are two Parameters over the same memory, so each would get "
+                    "half of the gradient. Assign one Parameter object to both modules (head.weight = "
+                    "embed.weight); for a transposed use, transpose in forward"
                 )
 
 
@@ -105,8 +106,8 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie) -> nn.Parameter:
     for module, _ in places:
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise TieError(
-                f"tie {tie.names}: the embedding has max_norm={module.max_norm}, which rewrites the weight inside "
-                "forward, on one rank only. Leave max_norm out and clip or normalise after the step"
+                f"tie {tie.names}: the embedding has max_norm={module.max_norm}, which rewrites the weight "
+                "inside forward, on one rank only. Leave max_norm out and clip or normalise after the step"
             )
     kept = places[0][0]._parameters[places[0][1]]
     assert kept is not None
@@ -115,8 +116,8 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie) -> nn.Parameter:
         assert other is not None
         if other.is_meta:
             raise TieError(
-                f"tie {tie.names}: {leaf!r} is still on the meta device; call to_empty(device=...) and load or "
-                "initialise the stage first"
+                f"tie {tie.names}: {leaf!r} is still on the meta device; call to_empty(device=...) and load "
+                "or initialise the stage first"
             )
         if (
             other.shape != kept.shape

@@ -99,6 +99,6 @@ def _check_stages(named: Mapping[int, Mapping[str, nn.Parameter]], rank: int, ta
         for name, parameter in held.items():
             if id(parameter) not in taken:
                 raise TieError(
-                    f"{name!r} of stage {stage} on rank {rank} is in no bucket of the TrainingDAG, so nothing "
-                    "would step it; give each stage a bucket"
+                    f"{name!r} of stage {stage} on rank {rank} is in no bucket of the TrainingDAG, so "
+                    "nothing would step it; give each stage a bucket"
                 )

@@ -103,8 +103,8 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"--vocab {config.vocab}: a byte-level vocabulary has at least 256 tokens")
     if config.layers < config.stages - 2:
         raise ConfigError(
-            f"--layers {config.layers} with --stages {config.stages}: every stage between the embedding's and "
-            f"the head's needs a layer; give at least {config.stages - 2} layers or fewer stages"
+            f"--layers {config.layers} with --stages {config.stages}: every stage between the embedding's "
+            f"and the head's needs a layer; give at least {config.stages - 2} layers or fewer stages"
         )
     if config.hidden % config.heads:
         raise ConfigError(f"--hidden {config.hidden} is not a multiple of --heads {config.heads}")

@@ -129,6 +129,6 @@ def _agree(digest: str, fabric: Fabric) -> None:
     different = [rank for rank in ranks if not torch.equal(words[rank], words[fabric.rank])]
     if different:
         raise ConfigError(
-            f"rank {fabric.rank} and the ranks {different} have planned different runs; start every rank with "
-            "the same options and the same version of piper-owner"
+            f"rank {fabric.rank} and the ranks {different} have planned different runs; start every rank "
+            "with the same options and the same version of piper-owner"
         )

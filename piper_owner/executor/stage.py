@@ -40,7 +40,7 @@ class StageRunner:
         inputs = inputs.detach()
         if inputs.is_floating_point():
             inputs.requires_grad_()
-        output = self.module(inputs)
+        output: Tensor = self.module(inputs)
         if self.loss is not None and labels is not None:
             output = self.loss(output, labels)
         self._in_flight[microbatch] = _InFlight(inputs, output)

@@ -102,7 +102,7 @@ class Header:
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """The rows of each chunk that follows this header."""
-        if self.present and math.prod(self.shape):
+        if self.present and 0 not in self.shape:
             yield from row_ranges(self.num_rows, self.chunk_rows)
 
     def encode(self) -> torch.Tensor:
@@ -172,8 +172,8 @@ class Header:
         ]
         if wrong:
             raise MessageMismatchError(
-                f"{where}: the message that arrived is not the one expected: {'; '.join(wrong)}. Every holder "
-                "of a tie must have the same shape and dtype and call step equally often"
+                f"{where}: the message that arrived is not the one expected: {'; '.join(wrong)}. Every "
+                "holder of a tie must have the same shape and dtype and call step equally often"
             )
 
     def _as_received(self) -> Header:
