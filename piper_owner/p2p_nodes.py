@@ -17,6 +17,7 @@ from piper_owner.dag.lower import (
     insert_clip,
     insert_transfers,
     split_tail,
+    with_programs,
 )
 from piper_owner.dag.nodes import (
     SENDS,
@@ -29,7 +30,7 @@ from piper_owner.dag.nodes import (
     SyncKind,
     Transfer,
 )
-from piper_owner.dag.rules import Level, check_rules, level_of
+from piper_owner.dag.rules import Level, check_rules
 from piper_owner.errors import DagError
 from piper_owner.ownership import OwnershipPlan, TiePlan
 
@@ -78,7 +79,7 @@ def insert_ownership(dag: TrainingDAG, plan: OwnershipPlan) -> TrainingDAG:
         body, tail = split_tail(_with_gradient_sends(rank, program, ties))
         nodes = [*tail, *_owner_nodes(rank, ties), *_weight_recvs(rank, ties)]
         programs.append((*body, *arrange_tail(dag, rank, nodes)))
-    return _checked(dag, programs)
+    return with_programs(dag, programs)
 
 
 def insert_all_reduce(dag: TrainingDAG, ties: Iterable[TiePlan]) -> TrainingDAG:
@@ -113,7 +114,7 @@ def insert_all_reduce(dag: TrainingDAG, ties: Iterable[TiePlan]) -> TrainingDAG:
             if rank in tie.ranks
         ]
         programs.append((*body, *arrange_tail(dag, rank, [*tail, *reduces])))
-    return _checked(dag, programs)
+    return with_programs(dag, programs)
 
 
 def executable(dag: TrainingDAG, plan: OwnershipPlan, *, clip: bool = False) -> TrainingDAG:
@@ -217,9 +218,3 @@ def _refuse_tail_nodes(dag: TrainingDAG, name: str) -> None:
                     f"{name}: rank {rank} has {action!r} already; run one sync pass, once, and "
                     "insert_clip after it"
                 )
-
-
-def _checked(dag: TrainingDAG, programs: Sequence[Sequence[Action]]) -> TrainingDAG:
-    lowered = dataclasses.replace(dag, programs=tuple(map(tuple, programs)))
-    check_rules(lowered, level_of(lowered))
-    return lowered

@@ -91,6 +91,11 @@ def test_a_collective_needs_the_gradients_of_every_rank_of_it() -> None:
         ("1:1B0", "0:CLIP{0,1}"),
         ("0:CLIP{0,1}", "0:STEP[stage0]"),
     }
+    tied = executable(built((0, 1), 1), planned((0, 1), [(0, 1)]), clip=True)
+    assert _edges(tied, EdgeKind.DATA) >= {
+        ("0:RECV_GRAD[tie0.stage0]<-1", "0:CLIP{0,1}"),
+        ("0:CLIP{0,1}", "0:OWNER_STEP[tie0.stage0]"),
+    }
 
 
 @settings(max_examples=60, deadline=None)

@@ -95,6 +95,11 @@ def test_tie_rule_1_counts_a_deferred_weight_backward() -> None:
     _breaks(dag, "tie 1: one gradient send", "before 2W1")
 
 
+def test_the_weight_half_of_a_backward_follows_its_input_half() -> None:
+    split = edited(_good(), 2, lambda program: program.__setitem__(slice(None), _split(program)))
+    _breaks(_swapped(split, 2, "2I1", "2W1"), "forward before backward", "rank 2, 2W1", "before 2I1")
+
+
 def _split(program: list[Action]) -> list[Action]:
     words = [re.sub(r"^2B(\d)$", r"2I\1", repr(action)) for action in program]
     at = words.index(f"SEND_GRAD{TIE}->0")
@@ -131,6 +136,8 @@ def test_tie_rule_3_new_weights_wait_for_the_last_use_of_the_old_ones() -> None:
     _breaks(moved(_good(), 1, f"RECV_WEIGHT{TIE}<-0", "1B1"), rule, "rank 1", "before")
     _breaks(moved(_good(), 1, f"RECV_WEIGHT{TIE}<-0", f"SEND_GRAD{TIE}->0"), rule, "before SEND_GRAD")
     _breaks(dropped(_good(), 1, f"RECV_WEIGHT{TIE}<-0"), rule, "rank 1", "not 0 times")
+    early = moved(_good(), 1, f"SEND_GRAD{TIE}->0", "1B1")
+    _breaks(moved(early, 1, f"RECV_WEIGHT{TIE}<-0", "1B1"), rule, "rank 1, RECV_WEIGHT", "before 1B1")
 
 
 def test_tie_rule_3_the_owner_steps_once() -> None:
@@ -225,6 +232,13 @@ def test_the_rule_of_all_reduces_finds(
     change: Callable[[TrainingDAG], TrainingDAG], parts: tuple[str, ...]
 ) -> None:
     _breaks(change(_copies()), "all-reduces agree", *parts)
+
+
+def test_a_clip_follows_the_all_reduces() -> None:
+    plan = planned((0, 1), [(0, 1)])
+    dag = executable_copies(with_copies(built((0, 1), 2), plan, (0, 1)), plan, all_reduce=True, clip=True)
+    early = moved(dag, 0, "CLIP{0,1}", f"ALL_REDUCE{TIE}{{0,1}}")
+    _breaks(early, "one clip on every rank", "rank 0, CLIP{0,1}", "before ALL_REDUCE")
 
 
 def test_stages_of_one_rank_run_in_the_order_of_the_data() -> None:

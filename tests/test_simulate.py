@@ -183,6 +183,13 @@ def test_a_planted_misorder_is_found_and_shown() -> None:
     assert "0     0F0                >>1RECV_F1<-0@0<<" in text.splitlines()
 
 
+def test_messages_that_differ_only_in_a_stage_are_told_apart() -> None:
+    for first, second in (("0SEND_F0->1@1", "2SEND_F0->1@1"), ("0SEND_F0->1@1", "0SEND_F0->3@1")):
+        recvs = [f"{m[-3]}RECV_F0<-{m[0]}@0" for m in (second, first)]
+        with pytest.raises(MisorderedMessageError):
+            simulate(_programs(f"{first} {second}", " ".join(recvs)))
+
+
 def test_the_two_channels_of_a_pair_do_not_disturb_each_other() -> None:
     simulate(_programs("SEND_GRAD[w]->1 0SEND_F0->1@1", "1RECV_F0<-0@0 RECV_GRAD[w]<-0"))
     with pytest.raises(MisorderedMessageError):
@@ -204,6 +211,12 @@ def test_a_message_that_nobody_receives_is_found_and_its_send_is_marked() -> Non
     assert f">>SEND_WEIGHT{TIE}->1<<" in str(error.value)
     with pytest.raises(UnmatchedMessageError, match="rank 1 never receives that one"):
         simulate(dropped(_pair(), 1, "1RECV_F0<-0@0"))
+
+
+def test_a_send_to_another_rank_does_not_answer() -> None:
+    dag = _programs("0RECV_B0<-1@1 0SEND_F0->1@2", "1RECV_F0<-0@0 1SEND_B0->0@0", "")
+    with pytest.raises(UnmatchedMessageError, match="rank 1 waits at 1RECV_F0<-0@0"):
+        simulate(dag)
 
 
 def test_a_collective_that_a_rank_leaves_out_is_found() -> None:

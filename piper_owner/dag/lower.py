@@ -38,6 +38,7 @@ __all__ = [
     "insert_clip",
     "insert_transfers",
     "split_tail",
+    "with_programs",
 ]
 
 
@@ -61,7 +62,7 @@ def insert_transfers(dag: TrainingDAG) -> TrainingDAG:
             programs[rank].append(action)
             if type(action) is Compute:
                 programs[rank].extend(plan.sends_after(rank, action))
-    return _checked(dag, [plan.with_recvs(rank, program) for rank, program in enumerate(programs)])
+    return with_programs(dag, [plan.with_recvs(rank, program) for rank, program in enumerate(programs)])
 
 
 class _TransferPlan:
@@ -147,7 +148,7 @@ def insert_bucket_steps(dag: TrainingDAG) -> TrainingDAG:
             if bucket.owner is None and dag.placement[bucket.stages[0]] == rank
         ]
         programs.append([*body, *arrange_tail(dag, rank, [*tail, *steps])])
-    return _checked(dag, programs)
+    return with_programs(dag, programs)
 
 
 def insert_clip(dag: TrainingDAG) -> TrainingDAG:
@@ -165,7 +166,7 @@ def insert_clip(dag: TrainingDAG) -> TrainingDAG:
     for rank, program in enumerate(dag.programs):
         body, tail = split_tail(program)
         programs.append([*body, *arrange_tail(dag, rank, [*tail, clip])])
-    return _checked(dag, programs)
+    return with_programs(dag, programs)
 
 
 def split_tail(program: Sequence[Action]) -> tuple[Sequence[Action], Sequence[Action]]:
@@ -230,7 +231,8 @@ def _refuse(dag: TrainingDAG, family: type[Transfer] | type[BucketStep], name: s
                 raise DagError(f"{name}: rank {rank} has {action!r} already; run this pass once")
 
 
-def _checked(dag: TrainingDAG, programs: Sequence[Sequence[Action]]) -> TrainingDAG:
+def with_programs(dag: TrainingDAG, programs: Iterable[Iterable[Action]]) -> TrainingDAG:
+    """`dag` with other programs, checked at the level that they claim: how every pass ends."""
     lowered = dataclasses.replace(dag, programs=tuple(map(tuple, programs)))
     check_rules(lowered, level_of(lowered))
     return lowered
