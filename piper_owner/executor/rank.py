@@ -22,13 +22,13 @@ from piper_owner.dag.nodes import (
     Sync,
     Transfer,
 )
-from piper_owner.errors import DagError, ExchangeError
+from piper_owner.errors import DagError, ExchangeError, TieError
 from piper_owner.exchange import Exchange, TiedParameter
 from piper_owner.executor.buckets import OptimizerFactory, local_buckets
 from piper_owner.executor.pipeline import Mailbox
 from piper_owner.executor.stage import LossFunction, StageRunner
-from piper_owner.optimizer_wrap import ParameterStepper
-from piper_owner.ownership import OwnershipPlan
+from piper_owner.ownership import OwnershipPlan, TiePlan
+from piper_owner.stepping import ParameterStepper
 from piper_owner.ties import unite
 from piper_owner.transport.base import Fabric, Failure, Group
 from piper_owner.transport.messages import BytesSent, Line
@@ -64,8 +64,6 @@ class RankExecutor:
         clip: float | None = None,
         copies: bool = False,
     ) -> None:
-        if sorted(stages) != list(dag.stages_of(rank)):
-            raise DagError(f"rank {rank} runs the stages {list(dag.stages_of(rank))}, not {sorted(stages)}")
         self.dag, self.plan, self.rank, self.clip = dag, plan, rank, clip
         self.step = 0
         self._fabric = fabric
@@ -73,8 +71,11 @@ class RankExecutor:
         self._tied_sent = BytesSent()
         self._groups: dict[tuple[int, ...], Group] = {}
         with self._reporting("start-up"):
+            _check_stages(dag, rank, stages)
             ties = () if copies else plan.held_by(rank)
             united = {tie.name: unite(stages, tie.tie) for tie in ties}
+            for tie in ties:
+                _check_planned(tie, rank, united[tie.name])
             last = dag.num_stages - 1
             self.stages = {s: StageRunner(m, loss if s == last else None) for s, m in stages.items()}
             self.buckets = local_buckets(dag, plan, rank, stages, optimizer)
@@ -100,10 +101,8 @@ class RankExecutor:
         The shares of all ranks add up to the loss of the batch. When it returns, every replica on
         this rank has its new weights.
         """
-        if len(inputs) != self.dag.num_microbatches or len(labels) != self.dag.num_microbatches:
-            raise DagError(
-                f"the TrainingDAG has {self.dag.num_microbatches} microbatches, the batch has {len(inputs)}"
-            )
+        with self._reporting(f"the start of step {self.step}"):
+            self._check_batch(inputs, labels)
         loss = 0.0
         for action in self.dag.programs[self.rank]:
             with self._reporting(f"{action!r} of step {self.step}"):
@@ -113,6 +112,14 @@ class RankExecutor:
         self._tied_sent += self.exchange.take_bytes_sent()
         self.step += 1
         return loss
+
+    def _check_batch(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        wanted = self.dag.num_microbatches
+        if len(inputs) != wanted or len(labels) != wanted:
+            raise DagError(
+                f"rank {self.rank} runs {wanted} microbatches, and the batch has {len(inputs)} of inputs and "
+                f"{len(labels)} of labels; give one of each per microbatch of the TrainingDAG"
+            )
 
     def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
         match action:
@@ -273,6 +280,26 @@ class RankExecutor:
         for ranks in sorted(wanted):
             if self.rank in ranks:
                 self._groups[ranks] = self._fabric.group(ranks, "collective")
+
+
+def _check_stages(dag: TrainingDAG, rank: int, stages: Mapping[int, nn.Module]) -> None:
+    if sorted(stages) != list(dag.stages_of(rank)):
+        raise DagError(
+            f"rank {rank} runs the stages {list(dag.stages_of(rank))}, not {sorted(stages)}; give it the "
+            "module of each of its stages, by stage number"
+        )
+
+
+def _check_planned(tie: TiePlan, rank: int, parameter: nn.Parameter) -> None:
+    """The plan was made of what the ranks said they hold; the modules must be that."""
+    planned = (tie.shape, tie.dtype, tie.requires_grad)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    found = (tuple(parameter.shape), dtype, parameter.requires_grad)
+    if planned != found:
+        raise TieError(
+            f"tie {tie.tie.names}: the plan has (shape, dtype, requires_grad) {planned}, and rank {rank} "
+            f"holds {found}; plan again with the modules as they are, on every rank"
+        )
 
 
 def _open_lines(

@@ -49,10 +49,11 @@ class StageRunner:
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """Add to the parameters' gradients; the gradient of the input, if it has one.
 
-        `grad` is that of the stage's output, None on the last stage.
+        `grad` is that of the stage's output: None on the last stage, where the loss starts, and
+        None elsewhere when nothing after this stage depends on its output.
         """
         state = self._in_flight.pop(microbatch)
-        if state.output.requires_grad:
+        if self._has_backward(state, grad):
             torch.autograd.backward(state.output, grad)
         return state.inputs.grad
 
@@ -60,7 +61,7 @@ class StageRunner:
         """The gradient of the input only; the parameters' follow in `backward_weight`."""
         state = self._in_flight[microbatch]
         state.grad = grad
-        if not (state.inputs.requires_grad and state.output.requires_grad):
+        if not (state.inputs.requires_grad and self._has_backward(state, grad)):
             return None
         (result,) = torch.autograd.grad(
             state.output, state.inputs, grad, retain_graph=True, allow_unused=True
@@ -71,8 +72,13 @@ class StageRunner:
         """Add to the parameters' gradients what `backward_input` left out."""
         state = self._in_flight.pop(microbatch)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if parameters and state.output.requires_grad:
+        if parameters and self._has_backward(state, state.grad):
             torch.autograd.backward(state.output, state.grad, inputs=parameters)
+
+    def _has_backward(self, state: _InFlight, grad: Tensor | None) -> bool:
+        # torch would start at a scalar output without a gradient as if it were the loss.
+        starts = grad is not None or self.loss is not None
+        return starts and state.output.requires_grad
 
     @property
     def num_in_flight(self) -> int:
