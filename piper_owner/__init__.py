@@ -8,6 +8,9 @@ ray: planning who owns a tied parameter needs neither.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from piper_owner.errors import (
     ConfigError,
     DagError,
@@ -31,7 +34,22 @@ from piper_owner.errors import (
 )
 from piper_owner.ownership import OwnershipPlan, Tie, elect_owner, plan_ownership
 
+if TYPE_CHECKING:
+    from piper_owner.assignment import Ownership, assign_owners
+    from piper_owner.grad_scaler import GradScaler
+    from piper_owner.optimizer_wrap import OwnerOptimizer
+    from piper_owner.ties import find_ties
+
 __version__ = "0.1.0"
+
+# What needs torch is loaded when it is first asked for.
+_LAZY = {
+    "GradScaler": "piper_owner.grad_scaler",
+    "OwnerOptimizer": "piper_owner.optimizer_wrap",
+    "Ownership": "piper_owner.assignment",
+    "assign_owners": "piper_owner.assignment",
+    "find_ties": "piper_owner.ties",
+}
 
 __all__ = [
     "ConfigError",
@@ -41,9 +59,12 @@ __all__ = [
     "DeadlockError",
     "DryRunError",
     "ExchangeError",
+    "GradScaler",
     "InputError",
     "MessageMismatchError",
     "MisorderedMessageError",
+    "OwnerOptimizer",
+    "Ownership",
     "OwnershipPlan",
     "PeerLostError",
     "PeerTimeoutError",
@@ -56,6 +77,18 @@ __all__ = [
     "TieError",
     "UnmatchedMessageError",
     "__version__",
+    "assign_owners",
     "elect_owner",
+    "find_ties",
     "plan_ownership",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from piper_owner.dag.nodes import Sync, SyncKind
-from piper_owner.errors import ReplicaMismatchError
+from piper_owner.errors import ReplicaMismatchError, TieError
 from piper_owner.ownership import TiePlan
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
 from piper_owner.transport.wire import Header, Phase, row_ranges, rows_per_chunk
@@ -35,8 +35,13 @@ class Stepper(Protocol):
         """Whether stepping row slices gives the same bits as stepping the whole."""
         ...
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it steps and takes gradients: the master's, or else the parameter's."""
+        ...
+
     def step_whole(self, grad: torch.Tensor) -> None:
-        """Step the parameter with `grad`, of its shape and dtype."""
+        """Step the parameter with `grad`, of its shape and of `dtype`."""
         ...
 
     def step_rows(self, start: int, stop: int, grad: torch.Tensor) -> None:
@@ -57,6 +62,12 @@ class TiedParameter:
     stepper: Stepper | None = None
     due: list[int] = field(default_factory=list)
     """Replicas whose gradient of this step is still to be received, ascending."""
+    wire_dtype: torch.dtype | None = None
+    """The dtype of gradients on the wire, the same on every holder; None: the parameter's."""
+    is_claimed: bool = False
+    """Whether an optimizer lists it."""
+    wide_grad: torch.Tensor | None = None
+    """The combined gradient of `finalize_grads`, where it is wider than `.grad` can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +111,25 @@ class Exchange:
                 assert_never(node.kind)
 
     def finalize_grads(self, step: int) -> None:
-        """Receive all gradients that are due and put the sums into the owners' `.grad`.
+        """Receive all gradients that are due; the sums go into the owners' `.grad` or `wide_grad`.
 
         Call it when something needs the whole gradient before the step, such as a global norm.
         """
         for tie in self.tied.values():
             if tie.due:
-                own = tie.parameter.grad
+                assert tie.stepper is not None
                 whole = None
                 for update in self._combined(tie, step):
                     if whole is None:
-                        whole = torch.empty_like(tie.parameter, memory_format=torch.contiguous_format)
+                        whole = torch.empty_like(
+                            tie.parameter, dtype=tie.stepper.dtype, memory_format=torch.contiguous_format
+                        )
                     _rows(whole)[update.start : update.stop] = update.grad.view_as(
                         _rows(whole)[update.start : update.stop]
                     )
-                tie.parameter.grad = own if whole is None else whole
+                is_wide = whole is not None and whole.dtype != tie.parameter.dtype
+                tie.parameter.grad = None if is_wide else whole
+                tie.wide_grad = whole if is_wide else None
 
     def flush(self) -> None:
         """Wait until every peer has received all that this rank sent."""
@@ -137,8 +152,9 @@ class Exchange:
     # -- the replica's side
 
     def _send_grad(self, tie: TiedParameter, step: int) -> None:
-        grad, tie.parameter.grad = _dense(tie.parameter.grad), None
-        self.lines[tie.plan.owner].send(self._header(tie, Phase.GRAD, step), grad)
+        grad, tie.parameter.grad = _take_grad(tie), None
+        header = self._header(tie, Phase.GRAD, step)
+        self.lines[tie.plan.owner].send(header, None if grad is None else grad.to(header.dtype))
 
     def _recv_weight(self, tie: TiedParameter, step: int) -> None:
         line = self.lines[tie.plan.owner]
@@ -170,16 +186,16 @@ class Exchange:
             if stepper.chunkable:
                 stepper.step_rows(update.start, update.stop, update.grad)
             elif update.start == 0:
-                grad = tie.parameter.grad
+                grad = tie.parameter.grad if tie.wide_grad is None else tie.wide_grad
                 assert grad is not None
-                stepper.step_whole(grad)
+                stepper.step_whole(grad.to(stepper.dtype))
             for out in outgoing:
                 out.put(weights[update.start : update.stop])
         if outgoing is None:
             self._announce(tie, step, present=False)
         else:
             stepper.finish()
-        tie.parameter.grad = None
+        tie.parameter.grad = tie.wide_grad = None
 
     def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
         header = self._header(tie, Phase.WEIGHT, step)
@@ -187,7 +203,8 @@ class Exchange:
 
     def _combined(self, tie: TiedParameter, step: int) -> Iterator[_Update]:
         """The combined gradient, chunk by chunk; nothing when every share of it is None."""
-        own = tie.parameter.grad = _dense(tie.parameter.grad)
+        own = _take_grad(tie) if tie.wide_grad is None else tie.wide_grad
+        assert tie.stepper is not None
         due, tie.due = tie.due, []
         incoming = {rank: self.lines[rank].receive(self._header(tie, Phase.GRAD, step)) for rank in due}
         shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
@@ -203,10 +220,11 @@ class Exchange:
             for rank, chunks in shares.items():
                 begin, end, rows = next(chunks)
                 assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
-                parts[rank] = rows
+                parts[rank] = rows.to(tie.parameter.device)
             mine = None if own is None else _rows(own)[start:stop]
             grad = _add(self.rank, mine, parts)
-            yield _Update(start, stop, grad.to(tie.parameter.dtype).view_as(_rows(tie.parameter)[start:stop]))
+            grad = grad.to(tie.stepper.dtype).view_as(_rows(tie.parameter)[start:stop])
+            yield _Update(start, stop, grad)
         for chunks in shares.values():
             next(chunks, None)
 
@@ -216,38 +234,43 @@ class Exchange:
 
     def _header(self, tie: TiedParameter, phase: Phase, step: int) -> Header:
         parameter = tie.parameter
+        dtype = tie.wire_dtype if phase is Phase.GRAD and tie.wire_dtype is not None else parameter.dtype
         return Header(
-            phase=phase, subject=tie.plan.name, step=step, dtype=parameter.dtype, shape=tuple(parameter.shape)
+            phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=tuple(parameter.shape)
         )
 
     # -- before the first step, and between steps
 
-    def share_values(self) -> None:
-        """Give every holder the value of the canonical name's holder. Collective over the holders.
+    def share_values(self, *, warn: bool = True, from_owner: bool = False) -> None:
+        """Give every holder the value of the canonical name's holder, or the owner's. Collective.
 
-        A copy that differed is overwritten, with a warning that shows the largest difference.
+        A copy that differed is overwritten, and `warn` shows the largest difference.
         """
         for tie in self.tied.values():
-            source, owner = tie.plan.source, tie.plan.owner
+            owner = tie.plan.owner
+            source = owner if from_owner else tie.plan.source
             if source != owner and self.rank == source:
                 self._send_value(tie, owner)
             if source != owner and self.rank == owner:
-                self._take_value(tie, source)
+                self._take_value(tie, source, warn=warn)
             if self.rank == owner:
                 for rank in tie.plan.replicas:
                     if rank != source:
                         self._send_value(tie, rank)
             elif self.rank != source:
-                self._take_value(tie, owner)
+                self._take_value(tie, owner, warn=warn)
         self.flush()
 
     def _send_value(self, tie: TiedParameter, peer: int) -> None:
         self.lines[peer].send(self._header(tie, Phase.VALUE, 0), tie.parameter)
 
-    def _take_value(self, tie: TiedParameter, peer: int) -> None:
+    def _take_value(self, tie: TiedParameter, peer: int, *, warn: bool) -> None:
         value = self.lines[peer].receive(self._header(tie, Phase.VALUE, 0)).tensor()
         assert value is not None
-        if not _same_bits(value, tie.parameter):
+        value = value.to(tie.parameter.device)
+        if _same_bits(value, tie.parameter):
+            return
+        if warn:
             difference = _largest_difference(value, tie.parameter)
             warnings.warn(
                 f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
@@ -255,8 +278,8 @@ class Exchange:
                 f"holds {tie.plan.name!r}, the tie's first name, so its value was taken",
                 stacklevel=3,
             )
-            with torch.no_grad():
-                tie.parameter.copy_(value)
+        with torch.no_grad():
+            tie.parameter.copy_(value)
 
     def check(self, step: int) -> bool:
         """Whether every replica holds the owner's value, bit for bit. Collective over the holders.
@@ -270,8 +293,8 @@ class Exchange:
             if difference != 0.0:
                 raise ReplicaMismatchError(
                     f"tie {plan.tie.names}: a replica differs from the owner, rank {plan.owner}, by up to "
-                    f"{difference:g} after step {step} (ranks {plan.ranks}); something other than the owner's "
-                    "step has written the weights"
+                    f"{difference:g} after step {step} (ranks {plan.ranks}); something other than the "
+                    "owner's step has written the weights"
                 )
         return True
 
@@ -283,6 +306,7 @@ class Exchange:
             line = self.lines[tie.plan.owner]
             theirs = line.receive(value).tensor()
             assert theirs is not None
+            theirs = theirs.to(tie.parameter.device)
             worst = 0.0
             if not _same_bits(theirs, tie.parameter):
                 worst = _largest_difference(theirs, tie.parameter)
@@ -308,8 +332,18 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() else tensor.view(1)
 
 
-def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """An nn.Embedding(sparse=True) gives a sparse gradient; the sum with the head's is dense."""
+def _take_grad(tie: TiedParameter) -> torch.Tensor | None:
+    """The gradient of the tied parameter on this rank, dense.
+
+    An nn.Embedding(sparse=True) gives a sparse one; the sum with the head's is dense.
+    """
+    grad = tie.parameter.grad
+    main = getattr(tie.parameter, "main_grad", None)
+    if main is not None and (grad is None or bool(main.count_nonzero())):
+        raise TieError(
+            f"tie {tie.plan.tie.names}: the parameter has a .main_grad beside .grad, and only .grad is "
+            "exchanged. Move the sum into .grad before the step, and leave main_grad unset or zero"
+        )
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
@@ -319,8 +353,10 @@ def _add(rank: int, own: torch.Tensor | None, parts: dict[int, torch.Tensor]) ->
     Writes to staging buffers only: a gradient may share storage with another parameter's.
     """
     shares = {**parts} if own is None else {**parts, rank: own.reshape(own.shape[0], -1)}
-    dtype = torch.promote_types(torch.float32, next(iter(shares.values())).dtype)
     order = sorted(shares)
+    dtype = torch.float32
+    for share in shares.values():
+        dtype = torch.promote_types(dtype, share.dtype)
     total = shares[order[0]].to(dtype)
     borrowed = total is shares.get(rank)
     for other in order[1:]:

@@ -41,6 +41,7 @@ __all__ = [
     "executable_copies",
     "insert_all_reduce",
     "insert_ownership",
+    "sync_nodes",
 ]
 
 
@@ -168,6 +169,18 @@ def _with_gradient_sends(rank: int, program: Sequence[Action], ties: Sequence[Ti
 
 def _leaves(action: Action) -> bool:
     return isinstance(action, Transfer) and action.kind in SENDS
+
+
+def sync_nodes(ties: Sequence[TiePlan], rank: int) -> tuple[Sync, ...]:
+    """The sync of `ties` on `rank` for one step, in the order that `insert_ownership` gives it.
+
+    For a loop that is not a TrainingDAG: the gradient sends come first, then the owner's nodes, then
+    the weight recvs.
+    """
+    sends = (
+        Sync(kind=SyncKind.SEND_GRAD, bucket=tie.name, peer=tie.owner) for tie in ties if rank in tie.replicas
+    )
+    return (*sends, *_owner_nodes(rank, ties), *_weight_recvs(rank, ties))
 
 
 def _owner_nodes(rank: int, ties: Sequence[TiePlan]) -> list[Sync]:

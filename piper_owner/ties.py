@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from piper_owner.errors import TieError
 from piper_owner.ownership import ParameterUse, Tie, Use
+from piper_owner.stages import NameMap, named_places
 
 __all__ = ["describe_uses", "find_ties", "unite"]
 
@@ -57,27 +58,26 @@ def _check_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
                 )
 
 
-def _owners(stage: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    path, _, leaf = name.rpartition(".")
-    try:
-        module = stage.get_submodule(path)
-    except AttributeError:
-        return
-    if leaf in module._parameters and module._parameters[leaf] is not None:
-        yield module, leaf
+def describe_uses(
+    stages: Mapping[int, nn.Module],
+    *,
+    rank: int,
+    names: NameMap | None = None,
+    uses: Mapping[str, Use] | None = None,
+) -> tuple[ParameterUse, ...]:
+    """How `rank` uses every parameter of its stages (stage number -> module).
 
-
-def describe_uses(stages: Mapping[int, nn.Module], *, rank: int) -> tuple[ParameterUse, ...]:
-    """How `rank` uses every parameter of its stages (stage number -> module with full-model names).
-
-    The use is a lookup for the weight of an nn.Embedding, else dense. Local.
+    Names are those in the full model, see `stages.full_name`. The use is a lookup for the weight
+    of an nn.Embedding, else dense; `uses` overrides it by full name. Local.
     """
-    uses = []
+    chosen = uses or {}
+    found = []
     for stage, module in stages.items():
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            holder = module.get_submodule(name.rpartition(".")[0])
-            lookup = isinstance(holder, nn.Embedding) and name.rpartition(".")[2] == "weight"
-            uses.append(
+        for name, holder, leaf in named_places(module, names):
+            parameter = holder._parameters[leaf]
+            assert parameter is not None
+            lookup = isinstance(holder, nn.Embedding) and leaf == "weight"
+            found.append(
                 ParameterUse(
                     name=name,
                     rank=rank,
@@ -85,13 +85,13 @@ def describe_uses(stages: Mapping[int, nn.Module], *, rank: int) -> tuple[Parame
                     shape=tuple(parameter.shape),
                     dtype=str(parameter.dtype).removeprefix("torch."),
                     requires_grad=parameter.requires_grad,
-                    use=Use.LOOKUP if lookup else Use.DENSE,
+                    use=chosen.get(name, Use.LOOKUP if lookup else Use.DENSE),
                 )
             )
-    return tuple(uses)
+    return tuple(found)
 
 
-def unite(stages: Mapping[int, nn.Module], tie: Tie) -> nn.Parameter:
+def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = None) -> nn.Parameter:
     """Make all names of `tie` in `stages` one Parameter, and return it. Local.
 
     The one that carries the tie's earliest name stays; the others are dropped. A stage that has
@@ -100,7 +100,8 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie) -> nn.Parameter:
     Raises TieError if no stage has any of the names, if one is still on the meta device, or if
     an nn.Embedding among them has `max_norm` set.
     """
-    places = [place for name in tie.names for stage in stages.values() for place in _owners(stage, name)]
+    held = [place for stage in stages.values() for place in named_places(stage, names)]
+    places = [(module, leaf) for wanted in tie.names for name, module, leaf in held if name == wanted]
     if not places:
         raise TieError(f"none of the stages {sorted(stages)} has a parameter of the tie {tie.names}")
     for module, _ in places:

@@ -28,8 +28,8 @@ from torch.distributed import TCPStore
 
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.exchange import Exchange, TiedParameter
-from piper_owner.optimizer_wrap import ParameterStepper
 from piper_owner.ownership import Holder, Tie, TiePlan, Use
+from piper_owner.stepping import ParameterStepper
 from piper_owner.transport import GlooFabric, Group, Line
 
 TIE = "table"
@@ -173,7 +173,8 @@ def show(options: argparse.Namespace, medians: dict[str, float]) -> None:
     base = medians["all-reduce"]
     size = options.rows * options.columns * 4
     print(
-        f"{options.rows:,} x {options.columns} float32, {size / 1e6:.1f} MB, fused AdamW, median of {options.rounds}"
+        f"{options.rows:,} x {options.columns} float32, {size / 1e6:.1f} MB, fused AdamW, "
+        f"median of {options.rounds} rounds"
     )
     print(f"{'way':<26}{'sync + step':>14}{'against all-reduce':>22}")
     for name, seconds in medians.items():

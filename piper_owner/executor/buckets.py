@@ -10,8 +10,8 @@ from torch import nn
 
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.errors import TieError
-from piper_owner.optimizer_wrap import state_bytes
 from piper_owner.ownership import OwnershipPlan
+from piper_owner.stepping import state_bytes
 
 __all__ = ["LocalBucket", "OptimizerFactory", "local_buckets"]
 

@@ -13,7 +13,7 @@ from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import gpt_config, torch_dtype
 from piper_owner.executor.session import RankReport, StepReport
 from piper_owner.models.gpt import TIE, build_model, lm_loss
-from piper_owner.optimizer_wrap import state_bytes
+from piper_owner.stepping import state_bytes
 from piper_owner.transport.messages import BytesSent
 
 __all__ = ["ReferenceSession"]

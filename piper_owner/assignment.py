@@ -1,0 +1,261 @@
+"""Agree on the owners across the ranks of a pipeline, and open the lines between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from piper_owner.errors import ConfigError, TieError
+from piper_owner.exchange import Exchange, TiedParameter
+from piper_owner.ownership import (
+    OwnerChoice,
+    OwnershipPlan,
+    ParameterUse,
+    Tie,
+    Use,
+    plan_ownership,
+)
+from piper_owner.stages import NameMap, Stage, numbered_stages, scale_shared_once
+from piper_owner.ties import describe_uses, unite
+from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
+from piper_owner.transport.agreement import together
+
+__all__ = ["Ownership", "TieLike", "assign_over", "assign_owners"]
+
+TieLike = Tie | Sequence[str]
+"""A tie, or its names."""
+
+DEFAULT_CHUNK_BYTES: Final = 4 * 2**20
+_ALONE: Final = timedelta(minutes=5)
+
+
+class Ownership:
+    """Who owns each tie, and this rank's lines to the others. Made by `assign_owners`.
+
+    One OwnerOptimizer per rank uses it; close it when training ends.
+    """
+
+    def __init__(
+        self,
+        plan: OwnershipPlan,
+        exchange: Exchange,
+        *,
+        fabric: Fabric,
+        group: Group | None,
+    ) -> None:
+        self.plan = plan
+        self.exchange = exchange
+        self.rank = fabric.rank
+        self.group = group
+        self.board = fabric.board
+        self.on_sync: list[Callable[[], None]] = []
+        self.step = 0
+        """Optimizer steps taken so far; every message carries it."""
+
+    def together(self, work: Callable[[], str]) -> list[str]:
+        """`work()` of every rank, by rank; an error on one is raised on all. Collective."""
+        return together(self.group, self.rank, work)
+
+    def check(self) -> bool:
+        """True if every replica is bit for bit the owner's value. Collective.
+
+        Raises ReplicaMismatchError with the largest difference, on every holder of the tie.
+        """
+        return self.exchange.check(self.step)
+
+    def sync(self) -> None:
+        """Give every holder, and the owner's masters, the value of the tie's first name. Collective.
+
+        Call it on every rank after weights were loaded or written.
+        """
+        self.exchange.flush()
+        self.exchange.share_values(warn=False)
+        for refill in self.on_sync:
+            refill()
+
+    def describe(self) -> str:
+        """Who owns and who holds each tie, in words. Local."""
+        if not self.plan.ties:
+            return f"no tied parameters over {self.plan.world_size} ranks"
+        lines = []
+        for tie in self.plan.ties:
+            shape = " x ".join(map(str, tie.shape)) or "scalar"
+            frozen = "" if tie.requires_grad else ", frozen"
+            lines.append(f"{' = '.join(tie.tie.names)}: one parameter, {shape} {tie.dtype}{frozen}")
+            for holder in tie.holders:
+                role = "owns it" if holder.rank == tie.owner else "holds a replica"
+                stages = ", ".join(map(str, holder.stages))
+                lines.append(f"  rank {holder.rank} {role} (stage {stages}, {holder.use.value} use)")
+        return "\n".join(lines)
+
+    @contextmanager
+    def reporting(self, where: str) -> Iterator[None]:
+        """Let every other rank know of an error inside: it is written to the board, and this rank's
+        lines close, so that every wait for it fails at once and names the cause. Local."""
+        try:
+            yield
+        except BaseException as error:
+            first = (str(error).splitlines() or [""])[0]
+            self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
+            self.abandon()
+            raise
+
+    def close(self) -> None:
+        """Wait until the peers have all that was sent, then close the lines. Twice is fine."""
+        try:
+            self.exchange.flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the lines at once, so that every peer that waits for this rank fails. Local."""
+        self.exchange.close()
+        if self.group is not None:
+            self.group.close()
+
+    def __repr__(self) -> str:
+        return f"<Ownership of rank {self.rank}: {self.describe()}>"
+
+
+def assign_owners(
+    stages: Stage | Sequence[Stage],
+    ties: Sequence[TieLike],
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    owner: OwnerChoice | Mapping[str, OwnerChoice] = "auto",
+    names: NameMap | None = None,
+    uses: Mapping[str, str] | None = None,
+    timeout: timedelta | None = None,
+) -> Ownership:
+    """Decide who owns each tie of a pipeline, and make its copies one. Collective over `group`.
+
+    Every rank of the pipeline calls it, also one that holds no tied parameter, before it makes its
+    optimizer.
+
+    stages: this rank's stage modules, or PipelineStages of torch.distributed.pipelining, or none.
+        Their parameters are named as in the full model, apart from the prefixes of DDP,
+        torch.compile and activation checkpointing; `names` maps others.
+    ties: from `find_ties(full_model)`, or names, such as `[("embed.weight", "lm_head.weight")]`.
+    group: the pipeline's process group, a one-dimensional DeviceMesh, or None for all ranks
+        (without an initialised process group: a world of one). Ranks here are those of the group.
+    owner: `"auto"`, `"first"`, `"last"`, or a rank, for all ties or by canonical name.
+    uses: overrides how a parameter is used, by name: `"lookup"` or `"dense"`.
+    timeout: bounds every wait of one rank for another; by default the group's.
+
+    Names that meet on one rank become one Parameter there; under a schedule of torch that scales
+    gradients it is scaled once. Copies on several ranks take the value of the holder of the tie's
+    first name, with a warning if they differed.
+
+    Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
+    differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
+    PeerTimeoutError if a rank of the group never calls.
+    """
+    return assign_over(_fabric(group, timeout), stages, ties, owner=owner, names=names, uses=uses)
+
+
+def assign_over(
+    fabric: Fabric,
+    stages: Stage | Sequence[Stage],
+    ties: Sequence[TieLike],
+    *,
+    owner: OwnerChoice | Mapping[str, OwnerChoice] = "auto",
+    names: NameMap | None = None,
+    uses: Mapping[str, str] | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Ownership:
+    """`assign_owners` over any fabric. Collective over its ranks."""
+    rank, world_size = fabric.rank, fabric.world_size
+    everyone = tuple(range(world_size))
+    group = fabric.group(everyone, "agreement") if world_size > 1 else None
+    numbered: dict[int, torch.nn.Module] = {}
+
+    def describe() -> str:
+        numbered.update(numbered_stages(stages, rank=rank, world_size=world_size))
+        found = describe_uses(numbered, rank=rank, names=names, uses=_uses(uses))
+        wanted = [list(tie.names if isinstance(tie, Tie) else Tie(tuple(tie)).names) for tie in ties]
+        chosen = dict(owner) if isinstance(owner, Mapping) else owner
+        return json.dumps({"uses": [_use_to_json(use) for use in found], "ties": wanted, "owner": chosen})
+
+    answers = [json.loads(text) for text in together(group, rank, describe)]
+    for other, answer in enumerate(answers):
+        for what in ("ties", "owner"):
+            if answer[what] != answers[0][what]:
+                raise TieError(
+                    f"assign_owners was called with {what}={answers[0][what]!r} on rank 0 and {what}="
+                    f"{answer[what]!r} on rank {other}; give every rank the same"
+                )
+    every_use = [_use_from_json(fields) for answer in answers for fields in answer["uses"]]
+    plan = plan_ownership(
+        [Tie(tuple(tie)) for tie in answers[0]["ties"]], every_use, world_size=world_size, owner=owner
+    )
+    tied: dict[str, TiedParameter] = {}
+
+    def make_one() -> str:
+        for tie in plan.held_by(rank):
+            tied[tie.name] = TiedParameter(plan=tie, parameter=unite(numbered, tie.tie, names=names))
+        return ""
+
+    together(group, rank, make_one)
+    listed = [stages] if isinstance(stages, torch.nn.Module | _PipelineStageBase) else list(stages)
+    scale_shared_once([stage for stage in listed if isinstance(stage, _PipelineStageBase)])
+    lines = {}
+    for low, high in plan.pairs:
+        if rank in (low, high):
+            peer = high if rank == low else low
+            lines[peer] = Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes)
+    exchange = Exchange(rank, tied, lines)
+    exchange.share_values()
+    return Ownership(plan, exchange, fabric=fabric, group=group)
+
+
+def _fabric(group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | None) -> Fabric:
+    """A fabric over the ranks of `group`, on a prefix of the default store of its own."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ConfigError("group= was given, but torch.distributed is not initialised")
+        return MemoryNetwork(1, timeout=timeout or _ALONE).fabric(0)
+    chosen: Any = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(chosen)
+    rank = ranks.index(dist.get_rank())
+    wait = timeout or chosen._get_backend(chosen._device_types[0]).options._timeout
+    store = PrefixStore(
+        f"piper_owner/{chosen.group_name}/{'-'.join(map(str, ranks))}",
+        dist.distributed_c10d._get_default_store(),
+    )
+    # Every call gets a prefix of its own: a rank's n-th call meets the others' n-th.
+    call = store.add(f"calls/{rank}", 1)
+    return GlooFabric(PrefixStore(str(call), store), rank, len(ranks), timeout=wait)
+
+
+def _uses(uses: Mapping[str, str] | None) -> dict[str, Use]:
+    known = [use.value for use in Use]
+    for name, use in (uses or {}).items():
+        if use not in known:
+            raise ConfigError(f"uses[{name!r}] is {use!r}; choose one of {known}")
+    return {name: Use(use) for name, use in (uses or {}).items()}
+
+
+def _use_to_json(use: ParameterUse) -> list[Any]:
+    return [use.name, use.rank, use.stage, list(use.shape), use.dtype, use.requires_grad, use.use.value]
+
+
+def _use_from_json(fields: list[Any]) -> ParameterUse:
+    name, rank, stage, shape, dtype, requires_grad, use = fields
+    return ParameterUse(
+        name=name,
+        rank=rank,
+        stage=stage,
+        shape=tuple(shape),
+        dtype=dtype,
+        requires_grad=requires_grad,
+        use=Use(use),
+    )

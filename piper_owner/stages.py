@@ -1,0 +1,114 @@
+"""What a user hands over as the stages of this rank, and the names of the parameters in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from torch import nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from piper_owner.errors import ConfigError
+
+__all__ = ["NameMap", "Stage", "full_name", "named_places", "numbered_stages", "scale_shared_once"]
+
+Stage = nn.Module | _PipelineStageBase
+"""A module, or a stage of torch.distributed.pipelining."""
+
+NameMap = Mapping[str, str] | Callable[[str], str]
+"""From a parameter's name in its stage to its name in the full model."""
+
+_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Name parts that DDP, torch.compile and activation checkpointing put in front of what they wrap."""
+
+
+def full_name(name: str, names: NameMap | None = None) -> str:
+    """`name` without the wrappers' parts, and mapped by `names` where that knows it."""
+    bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    if names is None:
+        return bare
+    return names(bare) if callable(names) else names.get(bare, bare)
+
+
+def named_places(stage: nn.Module, names: NameMap | None = None) -> Iterator[tuple[str, nn.Module, str]]:
+    """(full-model name, module, attribute) of every place in `stage` that holds a parameter.
+
+    A parameter that is reached by two names has two places.
+    """
+    for path, module in stage.named_modules(remove_duplicate=False):
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                yield full_name(f"{path}.{leaf}" if path else leaf, names), module, leaf
+
+
+def numbered_stages(stages: Stage | Sequence[Stage], *, rank: int, world_size: int) -> dict[int, nn.Module]:
+    """This rank's modules by stage number, ascending.
+
+    A PipelineStage knows its number. The i-th plain module of rank r is taken for stage
+    `i * world_size + r`, as in an interleaved placement; the numbers decide the order of stages,
+    nothing else. A ModuleList is one stage.
+
+    Raises ConfigError for anything else, and for a stage number twice.
+    """
+    listed = [stages] if isinstance(stages, nn.Module | _PipelineStageBase) else list(stages)
+    numbered: dict[int, nn.Module] = {}
+    for index, stage in enumerate(listed):
+        if isinstance(stage, _PipelineStageBase):
+            number, module = stage.stage_index, stage.submod
+        elif isinstance(stage, nn.Module):
+            number, module = index * world_size + rank, stage
+        else:
+            raise ConfigError(
+                f"stages[{index}] on rank {rank} is a {type(stage).__name__}: give the stage's module, its "
+                "PipelineStage, or a list of them"
+            )
+        if number in numbered:
+            raise ConfigError(f"rank {rank} was given stage {number} twice")
+        numbered[number] = module
+    return dict(sorted(numbered.items()))
+
+
+def scale_shared_once(stages: Sequence[_PipelineStageBase]) -> None:
+    """Let the stages of one rank scale the gradient of a Parameter that they share once, not each.
+
+    A torch schedule with `scale_grads` has every stage divide the gradients of all its
+    parameters by the number of microbatches when the stage's last backward is done. A Parameter in
+    two stages would be divided twice, the first time while it still accumulates. After this call
+    it is divided once, when the last of its stages asks. Calling it again changes nothing.
+    """
+    holders: dict[int, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.submod.parameters():
+            holders.setdefault(id(parameter), set()).add(number)
+    shared = {key: numbers for key, numbers in holders.items() if len(numbers) > 1}
+    if not shared:
+        return
+    asked: dict[int, set[int]] = {key: set() for key in shared}
+    for number, stage in enumerate(stages):
+        if any(number in numbers for numbers in shared.values()):
+            # An attribute of this one stage object: torch's classes stay as they are.
+            stage.scale_grads = _Scaler(stage, number, shared, asked)  # type: ignore[method-assign]
+
+
+class _Scaler:
+    """Takes the place of one stage's `scale_grads`."""
+
+    def __init__(
+        self,
+        stage: _PipelineStageBase,
+        number: int,
+        shared: Mapping[int, set[int]],
+        asked: dict[int, set[int]],
+    ) -> None:
+        self._stage, self._number, self._shared, self._asked = stage, number, shared, asked
+
+    def __call__(self, grad_scale_factor: int) -> None:
+        for parameter in self._stage.submod.parameters():
+            key = id(parameter)
+            if key in self._shared:
+                self._asked[key].add(self._number)
+                if self._asked[key] != self._shared[key]:
+                    continue
+                self._asked[key].clear()
+            if parameter.grad is not None and grad_scale_factor != 1:
+                parameter.grad.div_(grad_scale_factor)

@@ -1,0 +1,217 @@
+"""Step one parameter of an ordinary torch optimizer, whole or in slices of its rows.
+
+An element-wise optimizer reads and writes each element of the weight, the gradient and the state
+on its own. So it can step a parameter in slices: a second optimizer of the same class is given
+row-slice views of the three, with the hyper-parameters that the first has at that moment, and the
+result is bit for bit that of one whole step. This is what lets the tied exchange stream.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from piper_owner.errors import InputError
+
+__all__ = ["ELEMENT_WISE", "MASTER", "ParameterStepper", "over_master", "state_bytes", "unhooked_step"]
+
+MASTER: Final = "master"
+"""The key of a parameter's master weights in its optimizer state."""
+
+ELEMENT_WISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
+"""Classes whose chunked step is tested to be bitwise equal to the whole one. A subclass is not
+among them: it may do anything."""
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Bytes of all state tensors that `optimizer` keeps for `parameter`; 0 before its first step."""
+    state = optimizer.state.get(parameter, {})
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def over_master(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, master: nn.Parameter | None
+) -> Iterator[nn.Parameter]:
+    """Let `optimizer` find the state of `parameter` under `master` for a while, and copy the result.
+
+    Yields what to step: `master`, or `parameter` itself when that is None. Afterwards the state is
+    the parameter's again, with the master under MASTER, and the parameter is the master's value in
+    its own dtype. The caller puts the gradient on what is yielded, and that into a group.
+    """
+    if master is None:
+        yield parameter
+        return
+    state = optimizer.state
+    mine = state.pop(parameter, {})
+    mine.pop(MASTER, None)
+    if mine:  # an optimizer takes an entry, even an empty one, for a state that it has made
+        state[master] = mine
+    try:
+        yield master
+    finally:
+        mine = state.pop(master, {})
+        if mine or master.grad is not None:
+            state[parameter] = {**mine, MASTER: master.detach()}
+        master.grad = None
+    with torch.no_grad():
+        parameter.copy_(master)
+
+
+class ParameterStepper:
+    """Steps `parameter` as `optimizer` would, through `optimizer`'s own state.
+
+    With a `master`, of the same shape and a wider dtype, that is stepped in the parameter's place,
+    and the parameter becomes its value in its own dtype.
+
+    Slices of a step come in ascending order, without gaps, each once, and `finish` ends the
+    step; until then the step counter in the optimizer's state stands at its old value.
+
+    Raises InputError if the parameter is not in exactly one group of the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameter: nn.Parameter,
+        master: nn.Parameter | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._master = master
+        self._stepped_tensor = parameter if master is None else master
+        self.is_stepped = False
+        """Set when the whole optimizer, and so the parameter, was stepped already in this step."""
+        self._slicer: torch.optim.Optimizer | None = None
+        self._is_first = False
+        self._stepped: dict[str, Any] = {}
+        groups = [
+            i
+            for i, group in enumerate(optimizer.param_groups)
+            if any(p is parameter for p in group["params"])
+        ]
+        if len(groups) != 1:
+            raise InputError(
+                f"a tied parameter of shape {tuple(parameter.shape)} is in {len(groups)} groups of its "
+                f"{type(optimizer).__name__}; put it into exactly one"
+            )
+        self._group = groups[0]
+
+    @property
+    def chunkable(self) -> bool:
+        """Whether the optimizer is of an element-wise class and steps in float32 or wider.
+
+        In bfloat16 and float16 torch's vector loops and their scalar tails round differently, so
+        where a slice ends would show in the last bit.
+        """
+        wide = self.dtype in (torch.float32, torch.float64)
+        return not self.is_stepped and wide and type(self._optimizer) in ELEMENT_WISE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it steps and takes gradients: the master's, or else the parameter's."""
+        return self._stepped_tensor.dtype
+
+    def step_whole(self, grad: torch.Tensor) -> None:
+        """Step the whole parameter with `grad`, leaving every other parameter alone."""
+        if self.is_stepped:
+            return
+        group = self._optimizer.param_groups[self._group]
+        everything = self._optimizer.param_groups
+        with over_master(self._optimizer, self._parameter, self._master) as stepped:
+            stepped.grad = grad
+            self._optimizer.param_groups = [{**group, "params": [stepped]}]
+            try:
+                unhooked_step(self._optimizer)
+            finally:
+                self._optimizer.param_groups = everything
+
+    def step_rows(self, start: int, stop: int, grad: torch.Tensor) -> None:
+        """Step rows `start` to `stop` with `grad`, which has their shape and is not kept."""
+        parameter = self._parameter
+        if not parameter.dim() or (start == 0 and stop == parameter.shape[0]):
+            self.step_whole(grad.view_as(parameter))
+            return
+        rows = nn.Parameter(self._stepped_tensor.detach()[start:stop], requires_grad=True)
+        rows.grad = grad
+        slicer = self._slicer = self._slicer or _same_class(self._optimizer, rows)
+        slicer.param_groups = [{**self._optimizer.param_groups[self._group], "params": [rows]}]
+        slicer.state.clear()
+        if start == 0:
+            state = self._optimizer.state.get(parameter, {})
+            self._stepped = {key: value for key, value in state.items() if key != MASTER}
+            self._is_first = not self._stepped
+        if not self._is_first:
+            whole = {k: v for k, v in self._optimizer.state[parameter].items() if k != MASTER}
+            slicer.state[rows] = {key: self._slice(value, start, stop) for key, value in whole.items()}
+        unhooked_step(slicer)
+        self._keep(slicer.state[rows], start, stop)
+        slicer.state.clear()
+        if self._master is not None:
+            with torch.no_grad():
+                parameter[start:stop].copy_(rows)
+
+    def finish(self) -> None:
+        """Make the state that is not per row, such as the step counter, that of the new step."""
+        stepped, self._stepped = self._stepped, {}
+        if self.is_stepped:
+            self.is_stepped = False
+            return
+        if self._master is not None:
+            stepped[MASTER] = self._master.detach()
+        if stepped:
+            self._optimizer.state[self._parameter].update(stepped)
+
+    def _is_per_row(self, value: object, shape: torch.Size) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+
+    def _slice(self, value: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - optimizer state holds anything
+        if self._is_per_row(value, self._parameter.shape):
+            return value[start:stop]
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _keep(self, stepped: dict[str, Any], start: int, stop: int) -> None:
+        """Put what the slice's step left into the optimizer's own state."""
+        parameter = self._parameter
+        shape = torch.Size((stop - start, *parameter.shape[1:]))
+        for key, value in stepped.items():
+            if not self._is_per_row(value, shape):
+                self._stepped[key] = value
+                continue
+            whole = self._stepped.get(key)
+            if whole is None:  # the first step makes the state: grow it from the slices'
+                whole = self._stepped[key] = torch.empty(
+                    parameter.shape, dtype=value.dtype, device=value.device
+                )
+            rows = whole[start:stop]
+            if rows.data_ptr() != value.data_ptr():
+                rows.copy_(value)
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without the step hooks that torch wraps around it."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)
+
+
+def _same_class(optimizer: torch.optim.Optimizer, rows: nn.Parameter) -> torch.optim.Optimizer:
+    """A second optimizer of the same class; its groups and state are replaced before each use."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)([rows], **options)
