@@ -7,6 +7,7 @@ passes the same contract tests, `tests/test_transport.py`:
 - `post_send` and `post_recv` never block, `Work.wait` blocks for at most the timeout, and waiting
   twice is the same as once;
 - when one end closes, every wait of the other end that needs it fails at once;
+- a wait that fails closes its end, so that the other end need not run out of time too;
 - a wait that fails says which two ranks, and what the first failing rank reported, if any did.
 """
 
@@ -22,7 +23,7 @@ import torch
 
 from piper_owner.errors import PeerLostError, PeerTimeoutError
 
-__all__ = ["Board", "Channel", "Fabric", "Failure", "Group", "Work", "lost", "timed_out"]
+__all__ = ["Board", "Channel", "Fabric", "Failure", "Group", "Work", "cause", "lost", "timed_out"]
 
 
 class Work(Protocol):
@@ -70,16 +71,17 @@ class Board(abc.ABC):
 def timed_out(board: Board, rank: int, peer: str, timeout: timedelta) -> PeerTimeoutError:
     """The error of a wait of `rank` for `peer` that ran out of time."""
     return PeerTimeoutError(
-        f"rank {rank} waited {timeout.total_seconds():g} s for {peer}, which did not answer{_cause(board)}"
+        f"rank {rank} waited {timeout.total_seconds():g} s for {peer}, which did not answer{cause(board)}"
     )
 
 
 def lost(board: Board, rank: int, peer: str, reason: str) -> PeerLostError:
     """The error of a wait of `rank` for `peer` whose connection broke."""
-    return PeerLostError(f"rank {rank} lost {peer} ({reason}){_cause(board)}")
+    return PeerLostError(f"rank {rank} lost {peer} ({reason}){cause(board)}")
 
 
-def _cause(board: Board) -> str:
+def cause(board: Board) -> str:
+    """What an error message adds about the rank that failed first."""
     failure = board.first()
     return "; no rank has reported an error" if failure is None else f"; {failure}"
 
@@ -127,7 +129,8 @@ class Fabric(abc.ABC):
     """How one rank reaches the others.
 
     `channel` and `group` are collective over the ranks they name: each of them calls it, with the
-    same `purpose`, in the same order as its other openings.
+    same `purpose`, in the same order as its other openings. Each opening is a new line, also when
+    `purpose` was used before.
     """
 
     rank: int

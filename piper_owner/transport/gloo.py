@@ -8,6 +8,8 @@ its own members, and fails within its timeout when one never comes.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
@@ -17,11 +19,22 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch._C._distributed_c10d import Work as C10dWork
 
 from piper_owner.errors import PeerTimeoutError
-from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work, lost, timed_out
+from piper_owner.transport.base import (
+    Board,
+    Channel,
+    Fabric,
+    Failure,
+    Group,
+    Work,
+    cause,
+    lost,
+    timed_out,
+)
 
 __all__ = ["FailureBoard", "GlooChannel", "GlooFabric", "GlooGroup"]
 
 _BOARD_KEY: Final = "failure"
+_SOURCE_LOCATION: Final = re.compile(r"\[/[^\]]*\] ?")
 
 # torch's type stubs leave out the methods of this class that torch itself calls.
 _Gloo: Final[Any] = dist.ProcessGroupGloo
@@ -66,20 +79,25 @@ class _GlooWork:
         self._work: C10dWork | None = work
         self._tensor: torch.Tensor | None = tensor  # the message is lost if its memory goes
         self._channel = channel
+        self._is_waited = False
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
+        if self._is_waited:
             return
-        channel = self._channel
+        self._is_waited = True
+        work = self._work
         try:
-            work.wait(channel.timeout)
-        except RuntimeError as error:
-            raise _explain(
-                error, channel.board, channel.rank, f"rank {channel.peer}", channel.timeout
-            ) from error
+            if work is None:
+                raise self._channel.closed_here()
+            self._channel.finish(work)
         finally:
-            self._tensor = None
+            del work  # the frame of an error would keep the connection open
+            self.drop()
+
+    def drop(self) -> None:
+        """Let go of gloo's work, which keeps the connection open as long as it lives."""
+        self._work = self._tensor = None
+        self._channel.pending.discard(self)
 
 
 class GlooChannel(Channel):
@@ -90,6 +108,7 @@ class GlooChannel(Channel):
         pair = (min(self.rank, peer), max(self.rank, peer))
         self._other = pair.index(peer)
         self._group: _ProcessGroup | None = fabric.make_group(pair, purpose)
+        self.pending: set[_GlooWork] = set()
 
     def post_send(self, tensor: torch.Tensor) -> Work:
         """Start sending `tensor`."""
@@ -102,17 +121,39 @@ class GlooChannel(Channel):
     def _post(self, what: str, tensor: torch.Tensor) -> Work:
         group = self._group
         if group is None:
-            raise lost(self.board, self.rank, f"rank {self.peer}", "this end of the channel is closed")
-        start = group.send if what == "send" else group.recv
+            raise self.closed_here()
         try:
-            work = start([tensor], self._other, 0)
+            posted = (group.send if what == "send" else group.recv)([tensor], self._other, 0)
         except RuntimeError as error:
-            raise _explain(error, self.board, self.rank, f"rank {self.peer}", self.timeout) from error
-        return _GlooWork(work, tensor, self)
+            raise self._explain(error) from error
+        finally:
+            del group  # as in _GlooWork.wait
+        work = _GlooWork(posted, tensor, self)
+        self.pending.add(work)
+        return work
+
+    def finish(self, work: C10dWork) -> None:
+        """Wait for gloo's `work`. A failure ends the channel."""
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self._explain(error) from error
+        finally:
+            del work
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        self.close()
+        return _explain(error, self.board, self.rank, f"rank {self.peer}", self.timeout)
+
+    def closed_here(self) -> Exception:
+        """The error of using this end after it was closed, or after one of its waits failed."""
+        return lost(self.board, self.rank, f"rank {self.peer}", "this end of the channel is closed")
 
     def close(self) -> None:
-        """Drop the process group, which closes its sockets."""
+        """Drop the process group and all that is on its way, which closes the sockets."""
         self._group = None
+        for work in list(self.pending):
+            work.drop()
 
 
 class GlooGroup(Group):
@@ -121,22 +162,27 @@ class GlooGroup(Group):
     def __init__(self, fabric: GlooFabric, ranks: tuple[int, ...], purpose: str) -> None:
         self.ranks = ranks
         self._fabric = fabric
+        self._is_closed = False
         self._group: _ProcessGroup | None = None
         if len(ranks) > 1:
             self._group = fabric.make_group(ranks, purpose)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the group."""
+        fabric, peers = self._fabric, f"ranks {self.ranks}"
+        if self._is_closed:
+            raise lost(fabric.board, fabric.rank, peers, "the group is closed")
         if self._group is None:
             return
-        fabric = self._fabric
         try:
             self._group.allreduce([tensor]).wait(fabric.timeout)
         except RuntimeError as error:
-            raise _explain(error, fabric.board, fabric.rank, f"ranks {self.ranks}", fabric.timeout) from error
+            self.close()  # a member that waits for this one's share fails at once
+            raise _explain(error, fabric.board, fabric.rank, peers, fabric.timeout) from error
 
     def close(self) -> None:
         """Drop the process group."""
+        self._is_closed = True
         self._group = None
 
 
@@ -161,6 +207,7 @@ class GlooFabric(Fabric):
         self.board: Board = FailureBoard(store)
         self._store = store
         self._hostname = hostname
+        self._opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def channel(self, peer: int, purpose: str) -> Channel:
         """This rank's end of a new line to `peer`; collective over the two."""
@@ -181,7 +228,10 @@ class GlooFabric(Fabric):
             else _Gloo.create_device(hostname=self._hostname)
         )
         options._devices = [device]
-        prefix = f"{purpose}/{'-'.join(map(str, ranks))}"
+        # Numbered: the addresses of an earlier line of the same purpose still stand in the store.
+        number = self._opened[purpose, ranks]
+        self._opened[purpose, ranks] += 1
+        prefix = f"{purpose}/{'-'.join(map(str, ranks))}/{number}"
         try:
             group = _Gloo(PrefixStore(prefix, self._store), ranks.index(self.rank), len(ranks), options)
             return cast("_ProcessGroup", group)
@@ -190,13 +240,11 @@ class GlooFabric(Fabric):
             raise PeerTimeoutError(
                 f"rank {self.rank} could not open {purpose!r} to rank {', '.join(map(str, others))} within "
                 f"{self.timeout.total_seconds():g} s: every one of the ranks {ranks} must open it "
-                f"({_first_line(error)})"
+                f"({_first_line(error)}){cause(self.board)}"
             ) from error
 
 
-def _explain(
-    error: RuntimeError, board: Board, rank: int, peer: str, timeout: timedelta
-) -> PeerTimeoutError | Exception:
+def _explain(error: RuntimeError, board: Board, rank: int, peer: str, timeout: timedelta) -> Exception:
     if "timed out" in str(error).lower():
         return timed_out(board, rank, peer, timeout)
     return lost(board, rank, peer, _first_line(error))
@@ -205,5 +253,5 @@ def _explain(
 def _first_line(error: BaseException) -> str:
     """Gloo's own words, without its source location and without its advice."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    text = text.rsplit("] ", 1)[-1] if text.startswith("[/") else text
+    text = _SOURCE_LOCATION.sub("", text)
     return text.split(". This is", 1)[0].encode("ascii", "replace").decode()

@@ -7,25 +7,41 @@ go over it. A send copies the tensor when it is posted.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 
+from piper_owner.errors import ExchangeError
 from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work, lost, timed_out
 
 __all__ = ["MemoryFabric", "MemoryNetwork"]
 
 
 class _Line:
-    """Messages of one direction of one channel."""
+    """Messages of one direction of one channel, and the buffers posted for them."""
 
     def __init__(self) -> None:
         self.messages: deque[torch.Tensor] = deque()
+        self.buffers: deque[torch.Tensor] = deque()
         self.taken = 0  # messages received so far
-        self.posted = 0  # messages sent so far
+        self.sent = 0  # messages posted so far
+        self.awaited = 0  # buffers posted so far
         self.closed = False
+        self.ends = 2  # ends that have not closed
+
+    def deliver(self) -> None:
+        """Put the messages that have a buffer into it, in order."""
+        while self.messages and self.buffers and not self.closed:
+            message, buffer = self.messages.popleft(), self.buffers.popleft()
+            if message.dtype != buffer.dtype or message.numel() != buffer.numel():
+                raise AssertionError(
+                    f"a receive of {buffer.dtype} {tuple(buffer.shape)} was posted for a message of "
+                    f"{message.dtype} {tuple(message.shape)}: wire.py checks the header first"
+                )
+            buffer.copy_(message.view(buffer.shape))
+            self.taken += 1
 
 
 class _MemoryBoard(Board):
@@ -66,51 +82,54 @@ class MemoryNetwork:
         with self.changed:
             return self._rounds.setdefault((purpose, ranks), _Round(len(ranks)))
 
+    def forget(self, line: _Line) -> None:
+        """One of the two ends of `line` has closed."""
+        line.closed = True
+        line.ends -= 1
+        if line.ends == 0:
+            self._lines = {key: other for key, other in self._lines.items() if other is not line}
+
+    def forget_round(self, state: _Round) -> None:
+        """One of the members of a group has closed."""
+        state.closed = True
+        state.members -= 1
+        if state.members == 0:
+            self._rounds = {key: other for key, other in self._rounds.items() if other is not state}
+
     def wait_for(self, ready: Callable[[], bool], failed: Callable[[], bool], rank: int, peer: str) -> None:
         """Block, holding `changed`, until `ready()`; a peer that closed or a timeout raises."""
         arrived = self.changed.wait_for(lambda: ready() or failed(), self.timeout.total_seconds())
         if ready():
             return
         if arrived:
-            raise lost(self.board, rank, peer, "it closed the channel")
+            raise lost(self.board, rank, peer, "it is closed")
         raise timed_out(self.board, rank, peer, self.timeout)
 
 
 class _MemoryWork:
     """Message number `number` of `line`: done when it was taken."""
 
-    def __init__(
-        self, channel: _MemoryChannel, line: _Line, number: int, target: torch.Tensor | None
-    ) -> None:
-        self._channel, self._line, self._number, self._target = channel, line, number, target
-        self._done = False
+    def __init__(self, channel: _MemoryChannel, line: _Line, number: int) -> None:
+        self._channel, self._line, self._number = channel, line, number
+        self._is_waited = False
 
     def wait(self) -> None:
-        if self._done:
+        if self._is_waited:
             return
-        self._done = True
-        network, line, peer = self._channel.network, self._line, f"rank {self._channel.peer}"
-        with network.changed:
-            if self._target is None:
+        self._is_waited = True
+        channel, line = self._channel, self._line
+        network = channel.network
+        try:
+            with network.changed:
                 network.wait_for(
-                    lambda: line.taken > self._number, lambda: line.closed, self._channel.rank, peer
+                    lambda: line.taken > self._number,
+                    lambda: line.closed,
+                    channel.rank,
+                    f"rank {channel.peer}",
                 )
-                return
-            network.wait_for(
-                lambda: line.taken == self._number and bool(line.messages),
-                lambda: line.closed,
-                self._channel.rank,
-                peer,
-            )
-            message = line.messages.popleft()
-            line.taken += 1
-            network.changed.notify_all()
-        if message.dtype != self._target.dtype or message.numel() != self._target.numel():
-            raise AssertionError(
-                f"a receive of {self._target.dtype} {tuple(self._target.shape)} was posted for a message "
-                f"of {message.dtype} {tuple(message.shape)}: wire.py checks the header first"
-            )
-        self._target.copy_(message.view(self._target.shape))
+        except ExchangeError:
+            channel.close()
+            raise
 
 
 class _MemoryChannel(Channel):
@@ -118,28 +137,40 @@ class _MemoryChannel(Channel):
         self.network, self.rank, self.peer, self.timeout = network, rank, peer, network.timeout
         self._out = network.line(purpose, rank, peer)
         self._in = network.line(purpose, peer, rank)
-        self._received = 0
+        self._is_closed = False
 
     def post_send(self, tensor: torch.Tensor) -> Work:
         with self.network.changed:
-            if self._out.closed:
-                raise lost(self.network.board, self.rank, f"rank {self.peer}", "the channel is closed")
+            self._check_open()
             self._out.messages.append(tensor.detach().clone())
-            number = self._out.posted
-            self._out.posted += 1
-            self.network.changed.notify_all()
-        return _MemoryWork(self, self._out, number, None)
+            self._out.sent += 1
+            return self._posted(self._out, self._out.sent - 1)
 
     def post_recv(self, tensor: torch.Tensor) -> Work:
-        number = self._received
-        self._received += 1
-        return _MemoryWork(self, self._in, number, tensor)
+        with self.network.changed:
+            self._check_open()
+            self._in.buffers.append(tensor.detach())
+            self._in.awaited += 1
+            return self._posted(self._in, self._in.awaited - 1)
+
+    def _posted(self, line: _Line, number: int) -> Work:
+        line.deliver()
+        self.network.changed.notify_all()
+        return _MemoryWork(self, line, number)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise lost(
+                self.network.board, self.rank, f"rank {self.peer}", "this end of the channel is closed"
+            )
 
     def close(self) -> None:
         with self.network.changed:
-            self._out.closed = True
-            self._in.closed = True
-            self.network.changed.notify_all()
+            if not self._is_closed:
+                self._is_closed = True
+                self.network.forget(self._out)
+                self.network.forget(self._in)
+                self.network.changed.notify_all()
 
 
 class _Round:
@@ -151,6 +182,7 @@ class _Round:
         self.shares: dict[int, torch.Tensor] = {}
         self.sums: dict[int, tuple[torch.Tensor, int]] = {}
         self.closed = False
+        self.members = size  # ranks that have not closed
 
 
 class _MemoryGroup(Group):
@@ -158,32 +190,46 @@ class _MemoryGroup(Group):
         self.ranks = ranks
         self._network, self._rank = network, rank
         self._round = network.round(purpose, ranks)
+        self._is_closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         state, network = self._round, self._network
-        with network.changed:
-            number = state.number
-            state.shares[self._rank] = tensor.detach().clone()
-            if len(state.shares) == state.size:
-                total = torch.zeros_like(tensor)
-                for rank in self.ranks:
-                    total += state.shares[rank]
-                state.shares = {}
-                state.sums[number] = (total, state.size)
-                state.number += 1
-                network.changed.notify_all()
-            network.wait_for(
-                lambda: number in state.sums, lambda: state.closed, self._rank, f"ranks {self.ranks}"
-            )
-            total, readers = state.sums.pop(number)
-            if readers > 1:
-                state.sums[number] = (total, readers - 1)
+        try:
+            with network.changed:
+                number = state.number
+                self._share(tensor, number)
+                network.wait_for(
+                    lambda: number in state.sums, lambda: state.closed, self._rank, f"ranks {self.ranks}"
+                )
+                total, readers = state.sums.pop(number)
+                if readers > 1:
+                    state.sums[number] = (total, readers - 1)
+        except ExchangeError:
+            self.close()
+            raise
         tensor.copy_(total)
+
+    def _share(self, tensor: torch.Tensor, number: int) -> None:
+        """Put this rank's share down; the last one to do so adds them."""
+        state = self._round
+        if state.closed:
+            return  # the wait says so
+        state.shares[self._rank] = tensor.detach().clone()
+        if len(state.shares) == state.size:
+            total = torch.zeros_like(tensor)
+            for rank in self.ranks:
+                total += state.shares[rank]
+            state.shares = {}
+            state.sums[number] = (total, state.size)
+            state.number += 1
+            self._network.changed.notify_all()
 
     def close(self) -> None:
         with self._network.changed:
-            self._round.closed = True
-            self._network.changed.notify_all()
+            if not self._is_closed:
+                self._is_closed = True
+                self._network.forget_round(self._round)
+                self._network.changed.notify_all()
 
 
 class MemoryFabric(Fabric):
@@ -193,11 +239,19 @@ class MemoryFabric(Fabric):
         self.rank, self.world_size, self.timeout = rank, network.world_size, network.timeout
         self.board: Board = network.board
         self._network = network
+        self._opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def channel(self, peer: int, purpose: str) -> Channel:
         """This rank's end of the line to `peer`."""
-        return _MemoryChannel(self._network, self.rank, peer, purpose)
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        return _MemoryChannel(self._network, self.rank, peer, self._numbered(purpose, pair))
 
     def group(self, ranks: tuple[int, ...], purpose: str) -> Group:
         """The group over `ranks`."""
-        return _MemoryGroup(self._network, self.rank, ranks, purpose)
+        return _MemoryGroup(self._network, self.rank, ranks, self._numbered(purpose, ranks))
+
+    def _numbered(self, purpose: str, ranks: tuple[int, ...]) -> str:
+        """`purpose` with how often this rank has opened it before, so that each opening is a new line."""
+        number = self._opened[purpose, ranks]
+        self._opened[purpose, ranks] += 1
+        return f"{purpose}/{number}"

@@ -66,13 +66,28 @@ class Line:
         self._pending: list[Work] = []
         self._staging: dict[torch.dtype, torch.Tensor] = {}
 
-    def send(self, header: Header, tensor: torch.Tensor | None) -> None:
-        """Send `tensor`, or its absence. Must not be written before `flush`."""
+    def send(self, header: Header, tensor: torch.Tensor | None, *, copy: bool = False) -> None:
+        """Send `tensor`, or its absence.
+
+        It must not be written before `flush`, unless `copy` is set: then the peer gets the value that
+        it has now, at the price of a second tensor until `flush`.
+
+        Raises MessageMismatchError, having sent nothing, when `tensor` is not what `header` announces.
+        """
+        if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (header.dtype, header.shape):
+            raise MessageMismatchError(
+                f"{self._where(header, sending=True)}: the tensor to send has "
+                f"{_kind(tensor.dtype, tuple(tensor.shape))}, the message was to have "
+                f"{_kind(header.dtype, header.shape)}; every holder of a tie must have the same shape and "
+                "dtype, and so must its gradient"
+            )
         out = self.open(header, present=tensor is not None)
-        if tensor is not None:
-            rows = tensor.detach().reshape(header.num_rows, -1)
-            for start, stop in out.header.ranges():
-                out.put(rows[start:stop])
+        if tensor is None or not tensor.numel():
+            return
+        rows = tensor.detach().reshape(header.num_rows, -1)
+        copy = copy and rows.data_ptr() == tensor.data_ptr()
+        for start, stop in out.header.ranges():
+            out.put(rows[start:stop], copy=copy)
 
     def open(self, header: Header, *, present: bool = True) -> Outgoing:
         """Announce a message whose chunks follow by `Outgoing.put`, in the order of its ranges."""
@@ -148,6 +163,10 @@ class Line:
         )
 
 
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"dtype {str(dtype).removeprefix('torch.')} and shape {shape}"
+
+
 def _columns(header: Header) -> int:
     size = 1
     for dim in header.shape[1:]:
@@ -187,10 +206,13 @@ class Outgoing:
         self.header = header
         self._line = line
 
-    def put(self, rows: torch.Tensor) -> None:
-        """Send the next chunk; must not be written before the line is flushed."""
+    def put(self, rows: torch.Tensor, *, copy: bool = False) -> None:
+        """Send the next chunk; unless it is a `copy`, it must not be written before the line is flushed."""
         kind = _KIND_OF_PHASE.get(self.header.phase, "other")
-        self._line._post(rows.detach().contiguous(), kind, self.header)
+        whole = rows.detach().contiguous()
+        if copy and whole.data_ptr() == rows.data_ptr():
+            whole = whole.clone()
+        self._line._post(whole, kind, self.header)
 
 
 class Incoming:
@@ -209,7 +231,7 @@ class Incoming:
         """(start row, stop row, rows) of each chunk, as they arrive.
 
         `rows` is a (stop - start, columns) staging buffer of the message's dtype that the caller
-        may write to; it is overwritten two chunks later.
+        may write to; it is overwritten as soon as the next chunk is asked for.
         """
         ranges = list(self.header.ranges())
         if not ranges:

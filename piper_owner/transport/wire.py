@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from piper_owner.errors import MessageMismatchError
+from piper_owner.errors import InputError, MessageMismatchError, TieError
 
 __all__ = ["HEADER_BYTES", "Header", "Phase", "row_ranges", "rows_per_chunk"]
 
@@ -27,6 +27,7 @@ HEADER_BYTES: Final = 512
 
 _MAGIC: Final = b"PO01"
 _MAX_DIMS: Final = 8
+_MAX_LENGTH: Final = 2**16 - 1
 _ALIGNMENT: Final = 64  # elements: at least the widest vector register, of any dtype
 _FIXED: Final = struct.Struct("<4sBBBBqqqq8q16sH")
 _CHECKSUM: Final = struct.Struct("<I")
@@ -57,6 +58,7 @@ class Phase(enum.Enum):
 
 
 _PHASES: Final = tuple(Phase)
+_BETWEEN_STAGES: Final = (Phase.ACTIVATION, Phase.INPUT_GRAD)
 
 
 def rows_per_chunk(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> int:
@@ -83,7 +85,10 @@ class Header:
 
     `subject` is the tie's name or the stage that the tensor belongs to. A message that is not
     `present` has no payload: the gradient is None, or the weights did not change. `chunk_rows` is
-    the sender's choice; `shape` is at most 8-dimensional.
+    the sender's choice.
+
+    Raises TieError (InputError for what goes between stages) when `shape` has more than 8 dimensions
+    or no header can name `dtype`: complex, quantised and unsigned types of more than 8 bits.
     """
 
     phase: Phase
@@ -94,6 +99,20 @@ class Header:
     microbatch: int = 0
     chunk_rows: int = 1
     present: bool = True
+
+    def __post_init__(self) -> None:
+        wrong = None
+        if self.dtype not in _DTYPES:
+            known = ", ".join(map(_show, _DTYPES))
+            wrong = f"its dtype is {_show(self.dtype)}; a message is one of {known}. Convert it"
+        elif len(self.shape) > _MAX_DIMS:
+            wrong = (
+                f"its shape {self.shape} has {len(self.shape)} dimensions, a message at most {_MAX_DIMS}. "
+                "Flatten some of them"
+            )
+        if wrong is not None:
+            error = InputError if self.phase in _BETWEEN_STAGES else TieError
+            raise error(f"the {self.phase.value} of {self.subject!r} cannot be sent: {wrong}")
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +126,7 @@ class Header:
 
     def encode(self) -> torch.Tensor:
         """The header as a uint8 tensor of `HEADER_BYTES`, with a checksum."""
-        name = self.subject.encode()
+        name = self.subject.encode(errors="backslashreplace")
         dims = (*self.shape, *([0] * (_MAX_DIMS - len(self.shape))))
         fixed = _FIXED.pack(
             _MAGIC,
@@ -121,7 +140,7 @@ class Header:
             self.num_rows,
             *dims,
             _digest(name),
-            len(name),
+            min(len(name), _MAX_LENGTH),
         )
         body = fixed + name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         return torch.frombuffer(bytearray(body + _CHECKSUM.pack(zlib.crc32(body))), dtype=torch.uint8)
@@ -131,11 +150,8 @@ class Header:
         """The header in `raw`. Raises MessageMismatchError, saying `where`, if it is damaged."""
         data = raw.numpy().tobytes()
         body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
-        if (
-            len(data) != HEADER_BYTES
-            or not data.startswith(_MAGIC)
-            or _CHECKSUM.pack(zlib.crc32(body)) != checksum
-        ):
+        is_whole = len(data) == HEADER_BYTES and data.startswith(_MAGIC)
+        if not is_whole or _CHECKSUM.pack(zlib.crc32(body)) != checksum:
             raise MessageMismatchError(
                 f"{where}: the bytes that arrived are no message header; the two ranks have lost step with "
                 "each other or run different versions of piper-owner"
