@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +29,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an accelerator")
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Rank processes that all tests share; they start when they are first needed."""
+    from ranks import RankPool  # imports torch, which most tests do without
+
+    pool = RankPool()
+    yield pool
+    pool.close()
