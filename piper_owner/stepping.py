@@ -113,13 +113,14 @@ class ParameterStepper:
 
     @property
     def chunkable(self) -> bool:
-        """Whether the optimizer is of an element-wise class and steps in float32 or wider.
+        """Whether the optimizer is of an element-wise class and steps contiguous float32 or float64.
 
         In bfloat16 and float16 torch's vector loops and their scalar tails round differently, so
-        where a slice ends would show in the last bit.
+        where a slice ends would show in the last bit. The rows of a transposed table are not
+        slices of its memory, and fused optimizers read memory in its own order.
         """
-        wide = self.dtype in (torch.float32, torch.float64)
-        return not self.is_stepped and wide and type(self._optimizer) in ELEMENT_WISE
+        fits = self.dtype in (torch.float32, torch.float64) and self._stepped_tensor.is_contiguous()
+        return not self.is_stepped and fits and type(self._optimizer) in ELEMENT_WISE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,7 +134,7 @@ class ParameterStepper:
         group = self._optimizer.param_groups[self._group]
         everything = self._optimizer.param_groups
         with over_master(self._optimizer, self._parameter, self._master) as stepped:
-            stepped.grad = grad
+            stepped.grad = _laid_out_like(stepped, grad)
             self._optimizer.param_groups = [{**group, "params": [stepped]}]
             try:
                 unhooked_step(self._optimizer)
@@ -200,6 +201,13 @@ class ParameterStepper:
             rows = whole[start:stop]
             if rows.data_ptr() != value.data_ptr():
                 rows.copy_(value)
+
+
+def _laid_out_like(parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """`grad` in the memory layout of `parameter`, as autograd leaves it and fused optimizers need it."""
+    if grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_like(parameter, requires_grad=False).copy_(grad)
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> None:
