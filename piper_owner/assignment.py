@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from piper_owner.errors import ConfigError, TieError
+from piper_owner.errors import ConfigError, MessageMismatchError, TieError
 from piper_owner.exchange import Exchange, TiedParameter
 from piper_owner.ownership import (
     OwnerChoice,
@@ -64,6 +65,29 @@ class Ownership:
     def together(self, work: Callable[[], str]) -> list[str]:
         """`work()` of every rank, by rank; an error on one is raised on all. Collective."""
         return together(self.group, self.rank, work)
+
+    def combine(self, value: float, *, largest: bool = False) -> float:
+        """The sum, or the largest, of every rank's `value`, added in ascending rank. Collective.
+
+        Raises MessageMismatchError on every rank unless all of them are in the same step.
+        """
+        if self.group is None:
+            return value
+        everyone = torch.zeros(2, len(self.group.ranks), dtype=torch.float64)
+        everyone[0, self.rank] = value
+        everyone[1, self.rank] = self.step
+        self.group.all_reduce(everyone)
+        values: list[float] = everyone[0].tolist()
+        steps: list[float] = everyone[1].tolist()
+        if len(set(steps)) > 1:
+            where = ", ".join(f"rank {rank} in {step:g}" for rank, step in enumerate(steps))
+            raise MessageMismatchError(
+                f"the ranks are in different steps: {where}. All of them take or skip a step together: "
+                "decide by what is equal on each, such as the norm that clip_grad_norm_ returns"
+            )
+        if largest:
+            return max(values) if not any(map(math.isnan, values)) else math.nan
+        return sum(values)
 
     def check(self) -> bool:
         """True if every replica is bit for bit the owner's value. Collective.
@@ -223,8 +247,19 @@ def _fabric(group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | N
         if group is not None:
             raise ConfigError("group= was given, but torch.distributed is not initialised")
         return MemoryNetwork(1, timeout=timeout or _ALONE).fabric(0)
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise ConfigError(
+            f"group= is a DeviceMesh with the dimensions {group.mesh_dim_names or group.ndim}; give the "
+            'pipeline\'s alone, such as mesh["pp"]'
+        )
     chosen: Any = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
-    ranks = dist.get_process_group_ranks(chosen)
+    member = isinstance(chosen, dist.ProcessGroup)
+    ranks = dist.get_process_group_ranks(chosen) if member else []
+    if dist.get_rank() not in ranks:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the group= it was given (ranks {ranks}); give every rank the "
+            "group of its own pipeline"
+        )
     rank = ranks.index(dist.get_rank())
     wait = timeout or chosen._get_backend(chosen._device_types[0]).options._timeout
     store = PrefixStore(

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from piper_owner.assignment import Ownership
 from piper_owner.dag.nodes import Sync, SyncKind
@@ -31,9 +32,8 @@ from piper_owner.param_groups import (
 )
 from piper_owner.stepping import (
     ELEMENT_WISE,
-    MASTER,
+    Masters,
     ParameterStepper,
-    over_master,
     state_bytes,
     unhooked_step,
 )
@@ -86,11 +86,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._ready = False
         self._ownership = ownership
         self._exchange = ownership.exchange
-        self._master_dtype = master_dtype
         self._grad_dtype = grad_dtype
-        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        self._masters = Masters(master_dtype)
         self._ties: dict[str, TiedParameter] = {}
         self._is_exchanged = False
+        self._was_state_read = False
         self.sent = BytesSent()
         """Bytes of the tied sync that this rank sent in its last step, by kind."""
         groups: list[dict[str, Any]] = []
@@ -100,6 +100,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             check_class(optimizer_class)
             groups.extend(normalised_groups(params))
             made.append(optimizer_class(without(groups, self._is_replica), **defaults))
+            check_class(type(made[0]))  # a partial or a function hid it
             return self._listing(groups, made[0])
 
         answers = ownership.together(prepare)
@@ -109,7 +110,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {})
         self._ready = True
         self._adopt(answers)
-        ownership.on_sync.append(self._refill_masters)
+        ownership.on_sync.append(self._masters.refill)
 
     # -- what torch expects of an optimizer
 
@@ -126,6 +127,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizer's state, by parameter; no entry for a replica."""
+        self._was_state_read = True
         return self._inner.state
 
     @state.setter
@@ -152,24 +154,33 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Add a group, as in any torch optimizer. Collective: every rank adds one, maybe empty."""
         if not self._ready:
             return  # torch's own constructor: the inner optimizer has its groups already
-        groups: list[dict[str, Any]] = []
+        before = self._inner.param_groups[:]
 
-        def prepare() -> str:
-            held = [p for group in self.param_groups for p in group["params"]]
+        def add() -> str:
+            held = [p for group in before for p in group["params"]]
             replicas = [tie.parameter for tie in self._ties.values() if tie.stepper is None]
-            groups.extend(normalised_groups([param_group], taken=[*held, *replicas]))
-            return self._listing(groups, self._inner)
+            groups = normalised_groups([param_group], taken=[*held, *replicas])
+            listing = self._listing(groups, self._inner)
+            self._inner.add_param_group(without(groups, self._is_replica)[0])
+            return listing
 
-        answers = self._ownership.together(prepare)
-        (group,) = without(groups, self._is_replica)
-        was_empty = not any(each["params"] for each in self.param_groups)
-        self._inner.add_param_group(group)
-        if was_empty and group["params"]:
+        try:
+            self._adopt(self._ownership.together(add))
+        except Exception:
+            self._inner.param_groups[:] = before
+            raise
+        if self._inner.param_groups[-1]["params"] and not any(group["params"] for group in before):
             self._inner.state = defaultdict(dict)
-        self._adopt(answers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank's parameters, replicas included. Local."""
+        """Reset the gradients of this rank's parameters, replicas included. Local.
+
+        After `finalize_grads`, `clip_grad_norm_` or `unscale_`, and instead of `step`, it skips the
+        step: every rank does so, or none.
+        """
+        if self._is_exchanged:
+            self.skip_step()
+        self._was_state_read = False
         self._inner.zero_grad(set_to_none)
         for tie in self._ties.values():
             tie.wide_grad = None
@@ -181,40 +192,67 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """Exchange the gradients of ties, step this rank's parameters, and get the new weights.
 
         Returns what `closure` returns; it runs first, with gradients enabled. When it returns,
-        every replica on this rank holds the owner's new value. Collective.
+        every replica on this rank holds the owner's new value. Step pre-hooks see the gradients
+        that will be used, or, as in torch, run before a closure. Collective.
 
         Raises ExchangeError naming tie, ranks, phase and step when a peer fails, is in another
         step, or sends something else; ConfigError under a plain GradScaler on several ranks.
         """
+        if closure is not None:
+            return self._hooked_step(closure)
+        if (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks) and not self._is_making_state():
+            self._refuse_plain_scaler()
+            self.finalize_grads()
+        return self._hooked_step()
+
+    def _step_now(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._is_making_state():
             self._step_inner()
-            return loss
-        if self._step_supports_amp_scaling and "found_inf" in self.__dict__:
-            raise ConfigError(
-                "a plain torch GradScaler agrees on infinities with no other rank, so one rank would skip "
-                "the step that its peers wait for; use piper_owner.GradScaler, which takes the same arguments"
-            )
-        with self._ownership.reporting(f"step {self._ownership.step}"):
-            self._step_all()
+        else:
+            self._refuse_plain_scaler()
+            with self._ownership.reporting(f"step {self._ownership.step}"):
+                self._step_all()
+        self._was_state_read = False
         return loss
+
+    _hooked_step = torch.optim.Optimizer.profile_hook_step(_step_now)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the inner optimizer gives: its groups, and the state of what this rank steps. Local."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        found = self._inner.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, found)
+            found = found if changed is None else changed
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, then give every replica its owner's value. Collective.
 
-        Masters and wide state come back bit for bit, in their own dtype.
+        Masters and wide state come back bit for bit, in their own dtype. A rank whose state does
+        not fit raises, and so do the others.
         """
-        super().load_state_dict(state_dict)
-        if self._masters:
-            self._restore_wide_state(state_dict)
-        if not any(group["params"] for group in self.param_groups):
-            self._inner.state = _TruthyState(dict)
+        self._ownership.together(lambda: self._load(state_dict))
         with self._ownership.reporting("load_state_dict"):
             self._exchange.flush()
             self._exchange.share_values(warn=False, from_owner=True)
+
+    def _load(self, state_dict: dict[str, Any]) -> str:
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._inner.load_state_dict(state_dict)
+        self._masters.restore(self._inner, state_dict)
+        if not any(group["params"] for group in self.param_groups):
+            self._inner.state = _TruthyState(dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+        return ""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._inner.__setstate__(state)
@@ -269,20 +307,19 @@ class OwnerOptimizer(torch.optim.Optimizer):
         grads = self.grads()
         wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         is_inf = norm_type == float("inf")
-        power = torch.zeros(1, dtype=torch.float64)
-        for grad in grads:
-            norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, wide))
-            power = (
-                torch.maximum(power, norm.cpu().double())
-                if is_inf
-                else power + norm.cpu().double() ** norm_type
-            )
+        power = 0.0
+        if grads:
+            norms = [torch.linalg.vector_norm(g, norm_type, dtype=wide).to(grads[0].device) for g in grads]
+            power = float(torch.linalg.vector_norm(torch.stack(norms).double(), norm_type))
+            power = power if is_inf else power**norm_type
         with self._ownership.reporting(f"the global norm of step {self._ownership.step}"):
-            power = self._combine(power, is_inf=is_inf)
+            power = self._ownership.combine(power, largest=is_inf)
+        summed = torch.tensor(power, dtype=torch.float64)
         for group in groups:
             operation = torch.distributed.ReduceOp.MAX if is_inf else torch.distributed.ReduceOp.SUM
-            torch.distributed.all_reduce(power, operation, group=group)
-        total = power[0] if is_inf else power[0] ** (1.0 / norm_type)
+            summed = summed.to(group._device_types[0])
+            torch.distributed.all_reduce(summed, operation, group=group)
+        total = summed.cpu() if is_inf else summed.cpu() ** (1.0 / norm_type)
         # The small constant is that of torch.nn.utils.clip_grad_norm_.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for grad in grads:
@@ -308,7 +345,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
     def any_rank(self, here: bool) -> bool:
         """Whether `here` is true on any rank. Collective."""
         with self._ownership.reporting(f"the agreement on infinities of step {self._ownership.step}"):
-            return bool(self._combine(torch.tensor([float(here)], dtype=torch.float64), is_inf=True))
+            return bool(self._ownership.combine(float(here), largest=True))
 
     def skip_step(self) -> None:
         """Leave weights and state alone, on every rank: what a GradScaler does after an infinity."""
@@ -340,6 +377,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
                     listed[tie.plan.name] = {
                         **hyperparameters(options),
                         "class": type(inner).__name__,
+                        "grad_dtype": str(self._grad_dtype),
+                        "master_dtype": str(self._masters.dtype),
                     }
         return json.dumps(listed)
 
@@ -352,55 +391,32 @@ class OwnerOptimizer(torch.optim.Optimizer):
             if name in listings[self._ownership.rank]:
                 self._ties[name] = tie
                 tie.is_claimed, tie.wire_dtype = True, self._grad_dtype
-        self._make_masters()
+        self._masters.make(self.param_groups)
         for tie in self._ties.values():
             if tie.plan.owner == self._ownership.rank and tie.stepper is None:
                 tie.stepper = ParameterStepper(self._inner, tie.parameter, self._masters.get(tie.parameter))
 
-    def _make_masters(self) -> None:
-        dtype = self._master_dtype
-        if dtype is None:
-            return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                narrower = parameter.is_floating_point() and dtype.itemsize > parameter.dtype.itemsize
-                if narrower and parameter not in self._masters:
-                    self._masters[parameter] = nn.Parameter(parameter.detach().to(dtype))
-
-    def _refill_masters(self) -> None:
-        with torch.no_grad():
-            for parameter, master in self._masters.items():
-                master.copy_(parameter)
-
-    def _restore_wide_state(self, state_dict: dict[str, Any]) -> None:
-        """torch casts loaded state to the parameter's dtype; put back what was saved."""
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
-            master = self._masters.get(parameter)
-            state = self._inner.state.get(parameter)
-            if master is None or not state:
-                continue
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                if isinstance(value, Tensor) and state[key].dtype != value.dtype:
-                    state[key] = value.detach().clone().to(parameter.device)
-            with torch.no_grad():
-                if MASTER in state:
-                    master.copy_(state[MASTER])
-                    parameter.copy_(master)
-                else:
-                    master.copy_(parameter)
-            state[MASTER] = master.detach()
-
     def _is_making_state(self) -> bool:
         """Whether this step only makes the state, as torch.distributed.checkpoint does before it loads.
 
-        It zeroes every lr and gives every parameter a zero gradient; such a step is local.
+        It finds `state` empty, zeroes every lr, and gives every parameter a zero gradient; such a step
+        is local. A warm-up may begin with an lr of 0 too, but nobody reads `state` in between.
         """
-        if self._inner.state or any(float(group.get("lr", 1.0)) for group in self.param_groups):
+        if not self._was_state_read or len(self._inner.state):
             return False
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return all(grad is not None and not grad.count_nonzero() for grad in grads)
+        if any(float(group.get("lr", 1.0)) for group in self.param_groups):
+            return False
+        live = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        return all(p.grad is not None and not p.grad.count_nonzero() for p in live)
+
+    def _refuse_plain_scaler(self) -> None:
+        if self._step_supports_amp_scaling and "found_inf" in self.__dict__:
+            for name in ("found_inf", "grad_scale"):  # as the scaler would do after the step
+                self.__dict__.pop(name, None)
+            raise ConfigError(
+                "a plain torch GradScaler agrees on infinities with no other rank, so one rank would skip "
+                "the step that its peers wait for; use piper_owner.GradScaler, which takes the same arguments"
+            )
 
     def _send_grads(self) -> None:
         replicas = [tie for tie in self._ties.values() if tie.stepper is None]
@@ -426,55 +442,47 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _step_all(self) -> None:
         self._send_grads()
-        owned = [tie for tie in self._ties.values() if tie.stepper is not None]
-        if all(tie.stepper is not None and tie.stepper.chunkable for tie in owned):
-            # The inner optimizer passes over parameters without a gradient.
-            kept = [(tie.parameter, tie.parameter.grad) for tie in owned]
-            for parameter, _ in kept:
-                parameter.grad = None
-            self._step_inner()
-            for parameter, grad in kept:
-                parameter.grad = grad
+        if self._ties:
+            self._step_ties()
         else:
-            self._exchange.finalize_grads(self._ownership.step)
             self._step_inner()
-            for tie in owned:
-                assert isinstance(tie.stepper, ParameterStepper)
-                tie.stepper.is_stepped = True
-        for node in self._nodes():
-            if node.kind not in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
-                self._exchange.run(node, self._ownership.step)
         self._exchange.flush()
         self.sent = self._exchange.take_bytes_sent()
         self._is_exchanged = False
         self._ownership.step += 1
 
+    def _step_ties(self) -> None:
+        """Step the inner optimizer, and the ties with it, or behind it while they stream."""
+        ties = self._ties
+        steppers = {name: t.stepper for name, t in ties.items() if isinstance(t.stepper, ParameterStepper)}
+        live = {name for name in steppers if ties[name].parameter.requires_grad}
+        is_streamed = all(steppers[name].chunkable for name in live)
+        if not is_streamed:
+            self._exchange.finalize_grads(self._ownership.step)
+        # The inner optimizer passes over parameters without a gradient.
+        hidden = [ties[name] for name in steppers if is_streamed or name not in live]
+        kept = [(tie.parameter, tie.parameter.grad) for tie in hidden]
+        for parameter, _ in kept:
+            parameter.grad = None
+        self._step_inner()
+        for parameter, grad in kept:
+            parameter.grad = grad
+        for name in live:
+            steppers[name].is_stepped = not is_streamed
+        for node in self._nodes():
+            if node.kind not in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
+                self._exchange.run(node, self._ownership.step)
+        for stepper in steppers.values():
+            stepper.is_stepped = False
+
     def _step_inner(self) -> None:
         """Step the inner optimizer, over masters where there are some, without a second round of hooks."""
-        wide = {id(tie.parameter): tie.wide_grad for tie in self._ties.values() if tie.wide_grad is not None}
-        with ExitStack() as stack:
-            for group in self.param_groups:
-                originals = group["params"]
-                replaced = []
-                for parameter in originals:
-                    master = self._masters.get(parameter)
-                    grad = wide.get(id(parameter), parameter.grad)
-                    if master is not None and grad is not None:
-                        replaced.append(stack.enter_context(over_master(self._inner, parameter, master)))
-                        master.grad = grad.to(master.dtype)
-                    else:
-                        replaced.append(parameter)
-                if replaced != originals:
-                    stack.callback(group.__setitem__, "params", originals)
-                    group["params"] = replaced
+        if self._masters:
+            wide = {id(t.parameter): t.wide_grad for t in self._ties.values() if t.wide_grad is not None}
+            self._masters.step(self._inner, wide)
+        else:
             unhooked_step(self._inner)
 
-    def _combine(self, power: Tensor, *, is_inf: bool) -> Tensor:
-        """The sum, or the largest, of every rank's (1,) float64 `power`."""
-        group = self._ownership.group
-        if group is None:
-            return power
-        everyone = torch.zeros(len(group.ranks), dtype=torch.float64)
-        everyone[self._ownership.rank] = power[0]
-        group.all_reduce(everyone)
-        return everyone.max().view(1) if is_inf else everyone.sum().view(1)
+
+# torch wraps hooks around the step of a class unless it is marked: `step` runs them itself.
+OwnerOptimizer.step.hooked = True  # type: ignore[attr-defined]

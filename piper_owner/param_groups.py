@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -83,7 +84,12 @@ def hyperparameters(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_class(optimizer_class: object) -> None:
     """Raise ConfigError for an optimizer class that cannot step a tie on one rank alone."""
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, (torch.optim.LBFGS,)):
+    if not isinstance(optimizer_class, type):
+        return
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")  # type: ignore[attr-defined]
+    if issubclass(optimizer_class, torch.optim.LBFGS) or (
+        closure is not None and closure.default is inspect.Parameter.empty
+    ):
         raise ConfigError(
             f"{optimizer_class.__name__} evaluates the whole model several times in one step and mixes all "
             "parameters, so one rank cannot step a tie alone; use a first-order optimizer"

@@ -9,8 +9,8 @@ result is bit for bit that of one whole step. This is what lets the tied exchang
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,15 @@ from torch import nn
 
 from piper_owner.errors import InputError
 
-__all__ = ["ELEMENT_WISE", "MASTER", "ParameterStepper", "over_master", "state_bytes", "unhooked_step"]
+__all__ = [
+    "ELEMENT_WISE",
+    "MASTER",
+    "Masters",
+    "ParameterStepper",
+    "over_master",
+    "state_bytes",
+    "unhooked_step",
+]
 
 MASTER: Final = "master"
 """The key of a parameter's master weights in its optimizer state."""
@@ -70,6 +78,87 @@ def over_master(
         master.grad = None
     with torch.no_grad():
         parameter.copy_(master)
+
+
+class Masters:
+    """Master weights in `dtype` of every narrower parameter of an optimizer; none if it is None.
+
+    A master is stepped in its parameter's place, and the parameter becomes its value.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._of: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def get(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The master of `parameter`, if it has one."""
+        return self._of.get(parameter)
+
+    def make(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Make the masters that the parameters of `groups` lack, of the parameters' value."""
+        if self.dtype is None:
+            return
+        for parameter in (p for group in groups for p in group["params"]):
+            narrower = parameter.is_floating_point() and self.dtype.itemsize > parameter.dtype.itemsize
+            if narrower and parameter not in self._of:
+                self._of[parameter] = nn.Parameter(parameter.detach().to(self.dtype))
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        """Give every master its parameter's value."""
+        for parameter, master in self._of.items():
+            master.copy_(parameter)
+
+    @torch.no_grad()
+    def restore(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """After `optimizer` loaded `state_dict`, take masters and their state from it, bit for bit.
+
+        torch casts loaded state to the parameter's dtype. A parameter without state there has its
+        own value as its master.
+        """
+        if not self._of:
+            return
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            master = self._of.get(parameter)
+            if master is None:
+                continue
+            state = optimizer.state.get(parameter) or {}
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                if isinstance(value, torch.Tensor) and state[key].dtype != value.dtype:
+                    state[key] = value.detach().clone().to(parameter.device)
+            if MASTER in state:
+                master.copy_(state[MASTER])
+                parameter.copy_(master)
+            else:
+                master.copy_(parameter)
+            if state:
+                state[MASTER] = master.detach()
+
+    def step(self, optimizer: torch.optim.Optimizer, grads: Mapping[int, torch.Tensor]) -> None:
+        """Step `optimizer` with masters in the place of their parameters that have a gradient.
+
+        `grads`, by the id of the parameter, go before the parameter's own.
+        """
+        with ExitStack() as stack:
+            for group in optimizer.param_groups:
+                originals = group["params"]
+                replaced = []
+                for parameter in originals:
+                    master = self._of.get(parameter)
+                    grad = grads.get(id(parameter), parameter.grad)
+                    if master is not None and grad is not None:
+                        replaced.append(stack.enter_context(over_master(optimizer, parameter, master)))
+                        master.grad = grad.to(master.dtype)
+                    else:
+                        replaced.append(parameter)
+                stack.callback(group.__setitem__, "params", originals)
+                group["params"] = replaced
+            unhooked_step(optimizer)
 
 
 class ParameterStepper:
