@@ -246,40 +246,44 @@ class Exchange:
 
         A copy that differed is overwritten, and `warn` shows the largest difference.
         """
+        differed = []
         for tie in self.tied.values():
             owner = tie.plan.owner
             source = owner if from_owner else tie.plan.source
             if source != owner and self.rank == source:
                 self._send_value(tie, owner)
             if source != owner and self.rank == owner:
-                self._take_value(tie, source, warn=warn)
+                differed.append(self._take_value(tie, source))
             if self.rank == owner:
                 for rank in tie.plan.replicas:
                     if rank != source:
                         self._send_value(tie, rank)
             elif self.rank != source:
-                self._take_value(tie, owner, warn=warn)
+                differed.append(self._take_value(tie, owner))
         self.flush()
+        # Not before: where warnings are errors, the other ranks must not be left waiting.
+        for message in differed if warn else ():
+            if message is not None:
+                warnings.warn(message, stacklevel=3)
 
     def _send_value(self, tie: TiedParameter, peer: int) -> None:
         self.lines[peer].send(self._header(tie, Phase.VALUE, 0), tie.parameter)
 
-    def _take_value(self, tie: TiedParameter, peer: int, *, warn: bool) -> None:
+    def _take_value(self, tie: TiedParameter, peer: int) -> str | None:
+        """Overwrite this rank's copy; how it differed, in words, or None."""
         value = self.lines[peer].receive(self._header(tie, Phase.VALUE, 0)).tensor()
         assert value is not None
         value = value.to(tie.parameter.device)
         if _same_bits(value, tie.parameter):
-            return
-        if warn:
-            difference = _largest_difference(value, tie.parameter)
-            warnings.warn(
-                f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
-                f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "
-                f"holds {tie.plan.name!r}, the tie's first name, so its value was taken",
-                stacklevel=3,
-            )
+            return None
+        difference = _largest_difference(value, tie.parameter)
         with torch.no_grad():
             tie.parameter.copy_(value)
+        return (
+            f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
+            f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "
+            f"holds {tie.plan.name!r}, the tie's first name, so its value was taken"
+        )
 
     def check(self, step: int) -> bool:
         """Whether every replica holds the owner's value, bit for bit. Collective over the holders.
