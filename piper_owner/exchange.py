@@ -159,7 +159,9 @@ class Exchange:
     def _recv_weight(self, tie: TiedParameter, step: int) -> None:
         line = self.lines[tie.plan.owner]
         self._fill(tie, line.receive(self._header(tie, Phase.WEIGHT, step)))
-        line.flush()  # the owner has answered, so it has the gradient: let its memory go
+        # The owner has answered, so it has the gradient: let its memory go. Not more: the owner may
+        # wait for others before it takes the weights that this rank has sent it.
+        line.flush(self._header(tie, Phase.GRAD, step))
 
     def _fill(self, tie: TiedParameter, incoming: Incoming) -> None:
         # A copy, not a receive into the parameter: it raises if a graph still needs the old value.
@@ -173,9 +175,10 @@ class Exchange:
     def _owner_step(self, tie: TiedParameter, step: int) -> None:
         stepper = tie.stepper
         assert stepper is not None, f"rank {self.rank} owns {tie.plan.name!r} without a stepper"
-        lines = [self.lines[rank] for rank in tie.plan.replicas]
-        for line in lines:
-            line.flush()  # the weights of the last step may still be on their way
+        for rank in tie.plan.replicas:
+            # The weights of the last step may still be on their way. Not more: of two ranks that own
+            # ties of each other, each takes the other's gradient only in its own owner step.
+            self.lines[rank].flush(self._header(tie, Phase.WEIGHT, step))
         if not stepper.chunkable:
             self.finalize_grads(step)
         outgoing: list[Outgoing] | None = None

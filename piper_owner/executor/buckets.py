@@ -35,7 +35,7 @@ class LocalBucket:
     @property
     def grad_bytes(self) -> int:
         """Bytes of the gradients that the bucket's parameters have now."""
-        return sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+        return sum(_bytes(p.grad) for p in self.parameters if p.grad is not None)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -49,6 +49,12 @@ class LocalBucket:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def _bytes(grad: torch.Tensor) -> int:
+    if not grad.is_sparse:
+        return grad.nbytes
+    return grad._indices().nbytes + grad._values().nbytes
 
 
 def local_buckets(

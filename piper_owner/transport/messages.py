@@ -63,7 +63,7 @@ class Line:
         self.chunk_bytes = chunk_bytes
         self.sent = BytesSent()
         self.messages = 0
-        self._pending: list[Work] = []
+        self._pending: list[_Tracked] = []
         self._staging: dict[torch.dtype, torch.Tensor] = {}
 
     def send(self, header: Header, tensor: torch.Tensor | None, *, copy: bool = False) -> None:
@@ -117,10 +117,15 @@ class Line:
             raise
         return Incoming(self, header, where)
 
-    def flush(self) -> None:
-        """Wait until the peer has received all that was sent."""
-        pending, self._pending = self._pending, []
-        for work in pending:
+    def flush(self, only: Header | None = None) -> None:
+        """Wait until the peer has received all that was sent, or all of the phase and subject of `only`.
+
+        In the middle of a step wait for no more than is needed: a message that the peer takes only
+        after one of ours of later on would make the two wait for each other.
+        """
+        chosen = [sent for sent in self._pending if only is None or sent.is_of(only)]
+        self._pending = [sent for sent in self._pending if only is not None and not sent.is_of(only)]
+        for work in chosen:
             work.wait()
 
     def staging(self, header: Header) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +151,7 @@ class Line:
     def _post(self, tensor: torch.Tensor, kind: str, header: Header) -> None:
         with _Context(self._where(header, sending=True)):
             work = self.channel.post_send(tensor)
-        self._pending.append(_Tracked(work, self._where(header, sending=True)))
+        self._pending.append(_Tracked(work, header, self._where(header, sending=True)))
         self.sent += BytesSent(**{kind: tensor.nbytes})
 
     def _where(self, header: Header, *, sending: bool) -> str:
@@ -191,8 +196,12 @@ class _Context:
 class _Tracked:
     """A work whose failure says which message it carried."""
 
-    def __init__(self, work: Work, where: str) -> None:
-        self._work, self._where = work, where
+    def __init__(self, work: Work, header: Header, where: str) -> None:
+        self._work, self._header, self._where = work, header, where
+
+    def is_of(self, other: Header) -> bool:
+        """Whether it has the phase and subject of `other`."""
+        return (self._header.phase, self._header.subject) == (other.phase, other.subject)
 
     def wait(self) -> None:
         with _Context(self._where):
