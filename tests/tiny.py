@@ -89,7 +89,9 @@ class Mix(nn.Module):
     def __init__(self, stage: int, ties: Iterable[str], *, width: int = 4) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
-        self.local = nn.Parameter(_draw(generator, width))
+        self.own = f"m{stage}"
+        self.add_module(self.own, nn.Module())
+        self.get_submodule(self.own).register_parameter("local", nn.Parameter(_draw(generator, width)))
         self.paths = list(ties)
         for name in self.paths:
             path, leaf = name.split(".")
@@ -99,7 +101,7 @@ class Mix(nn.Module):
             self.get_submodule(path).register_parameter(leaf, nn.Parameter(start))
 
     def forward(self, rows: Tensor) -> Tensor:
-        rows = rows + torch.tanh(rows @ self.local)
+        rows = rows + torch.tanh(rows @ self.get_parameter(f"{self.own}.local"))
         for index, name in enumerate(self.paths):
             weight = self.get_parameter(name)
             rows = rows + torch.tanh(rows @ (weight.t() if index % 2 else weight))
