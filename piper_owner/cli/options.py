@@ -1,0 +1,267 @@
+"""The command line: its options, their help, and what they give."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from piper_owner.errors import ConfigError
+from piper_owner.executor.config import (
+    DTYPES,
+    OPTIMIZERS,
+    PLACEMENTS,
+    SCHEDULES,
+    RunKind,
+    TrainConfig,
+)
+from piper_owner.ownership import OwnerChoice
+
+__all__ = ["TrainOptions", "build_parser", "read"]
+
+_DEFAULTS: Final = {field.name: field.default for field in fields(TrainConfig)}
+_COMPARED: Final = tuple(kind for kind in RunKind if kind is not RunKind.OWNER)
+
+_DESCRIPTION: Final = """\
+Train a small GPT as a pipeline of stages on several devices. Its output head is
+its input embedding: one parameter, "tied".
+
+The embedding sits on the first stage and the head on the last one, so two
+devices use the same parameter. Here one of them owns it: it alone keeps
+optimizer state and steps the parameter. The other one holds a replica, sends
+its gradient once per step and gets the new weights back. --compare proves it.
+"""
+
+_EXAMPLES: Final = """\
+examples:
+  piper-owner train
+      four stages on four local workers, on Python's own source as text
+  piper-owner train --compare reference,naive,allreduce
+      the same, beside three other ways to train the same model
+  piper-owner train --dtype float64 --steps 5 --compare reference --json FILE
+      compare to the last bits, and keep the figures
+  piper-owner train --placement v --stages 4
+      first and last stage on one device: the tie needs no message
+
+exit status:
+  0 done, 1 a run failed, 2 bad input (found before anything starts),
+  130 interrupted
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What `piper-owner train` was asked for, checked as far as the machine is not needed."""
+
+    config: TrainConfig
+    compare: tuple[RunKind, ...] = ()
+    text: Path | None = None
+    json: Path | None = None
+    address: str | None = None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    parser = argparse.ArgumentParser(
+        prog="piper-owner",
+        description="Pipeline-parallel training with one copy of every tied parameter.",
+    )
+    parser.add_argument("--version", action="version", version=f"piper-owner {_version()}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a tied GPT under pipeline parallelism, and compare it with other ways",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_pipeline(train)
+    _add_model(train)
+    _add_training(train)
+    _add_data(train)
+    _add_output(train)
+    _add_cluster(train)
+    return parser
+
+
+def read(arguments: argparse.Namespace) -> TrainOptions:
+    """What the parsed arguments ask for.
+
+    Raises ConfigError for values that cannot work, and for a `--json` file that cannot be written.
+    """
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in _DEFAULTS if name in arguments}
+    values["owner"] = _read_owner(arguments.owner)
+    options = TrainOptions(
+        config=TrainConfig(**values),
+        compare=_read_compare(arguments.compare),
+        text=arguments.text,
+        json=arguments.json,
+        address=arguments.address,
+    )
+    if options.json is not None:
+        _check_output(options.json)
+    return options
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("piper-owner")
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from a checkout that is not installed)"
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pipeline")
+    _add(group, "stages", int, "N", "parts that the model is cut into")
+    group.add_argument(
+        "--devices",
+        type=int,
+        default=0,
+        metavar="N",
+        help="workers that share the stages (default: one per stage; half as many under --placement v)",
+    )
+    _choose(
+        group,
+        "placement",
+        PLACEMENTS,
+        "which device gets which stage; loop: 0 1 2 0 1 2; v: 0 1 2 2 1 0, first and last stage together",
+    )
+    _choose(
+        group,
+        "schedule",
+        SCHEDULES,
+        "order of the microbatches; gpipe: all forwards, then all backwards; 1f1b: in turn, for less memory",
+    )
+    _add(group, "microbatches", int, "N", "pieces that a batch is cut into, so that stages work at once")
+    group.add_argument(
+        "--owner",
+        default=str(_DEFAULTS["owner"]),
+        metavar="WHO",
+        help="who owns the tied parameter: auto, first (the embedding's device), last (the head's), or a "
+        "rank (default: %(default)s)",
+    )
+    _add(group, "chunk_bytes", int, "BYTES", "size of the pieces in which gradients and weights travel")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    _add(group, "layers", int, "N", "transformer blocks")
+    _add(group, "hidden", int, "N", "width of the model, a multiple of --heads")
+    _add(group, "heads", int, "N", "attention heads per block")
+    _add(group, "vocab", int, "N", "tokens in the vocabulary, at least 256")
+    _choose(
+        group, "dtype", DTYPES, "number format of weights and arithmetic; float64 compares to the last bits"
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    _add(group, "steps", int, "N", "optimizer steps")
+    _choose(group, "optimizer", OPTIMIZERS, "how weights are updated; sgd has momentum 0.9")
+    _add(group, "lr", float, "RATE", "learning rate")
+    group.add_argument(
+        "--clip",
+        type=float,
+        default=None,
+        metavar="NORM",
+        help="scale gradients down to this global norm when they exceed it (default: no clipping)",
+    )
+    _add(group, "seed", int, "N", "start value of the random weights")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--text",
+        type=Path,
+        default=None,
+        metavar="PATH",
+        help="a text file, or a folder of them, to train on (default: the Python standard library's source)",
+    )
+    _add(group, "microbatch_size", int, "N", "sequences in a microbatch")
+    _add(group, "sequence_length", int, "N", "tokens in a sequence")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison and output")
+    group.add_argument(
+        "--compare",
+        default="",
+        metavar="RUNS",
+        help="also train in these ways, on the same data from the same seed; a comma list of reference (one "
+        "process, no pipeline), naive (two copies, never synchronised) and allreduce (two copies, gradients "
+        "added on both) (default: none)",
+    )
+    group.add_argument(
+        "--json",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write all figures to this file (default: none)",
+    )
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--address",
+        default=None,
+        metavar="HOST:PORT",
+        help="a running Ray cluster to join, or auto for the one on this machine (default: start a local "
+        "Ray, and end it afterwards)",
+    )
+    group.add_argument(
+        "--timeout",
+        dest="timeout_seconds",
+        type=float,
+        default=_DEFAULTS["timeout_seconds"],
+        metavar="SECONDS",
+        help="longest wait of one rank for another, and for the cluster's CPUs (default: %(default)g)",
+    )
+
+
+def _add(group: argparse._ArgumentGroup, name: str, kind: type, metavar: str, text: str) -> None:
+    group.add_argument(
+        f"--{name.replace('_', '-')}",
+        dest=name,
+        type=kind,
+        default=_DEFAULTS[name],
+        metavar=metavar,
+        help=f"{text} (default: %(default)s)",
+    )
+
+
+def _choose(group: argparse._ArgumentGroup, name: str, choices: tuple[str, ...], text: str) -> None:
+    group.add_argument(
+        f"--{name}", choices=choices, default=_DEFAULTS[name], help=f"{text} (default: %(default)s)"
+    )
+
+
+def _read_owner(text: str) -> OwnerChoice:
+    match text:
+        case "auto" | "first" | "last":
+            return text
+        case _ if text.isdecimal():
+            return int(text)
+        case _:
+            raise ConfigError(f"--owner {text}: choose auto, first, last, or the number of a rank")
+
+
+def _read_compare(text: str) -> tuple[RunKind, ...]:
+    known = {kind.value: kind for kind in _COMPARED}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            also = "; the owner run is always there" if name == RunKind.OWNER.value else ""
+            raise ConfigError(f"--compare {name}: choose among {', '.join(known)}{also}")
+    return tuple(kind for kind in _COMPARED if kind.value in names)
+
+
+def _check_output(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"--json {path}: this is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: the folder {path.parent} does not exist; make it first")

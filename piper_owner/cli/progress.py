@@ -1,0 +1,69 @@
+"""What is shown while runs train: a live bar on a terminal, else a plain line now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from piper_owner.cli.units import format_bytes
+from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.runtime.progress import StepProgress
+
+__all__ = ["show_progress"]
+
+_LINES_PER_RUN = 5
+
+
+@contextmanager
+def show_progress(
+    console: Console, config: TrainConfig, runs: Sequence[RunKind]
+) -> Iterator[Callable[[StepProgress], None]]:
+    """Announce the start, and give the function to call after every step."""
+    start = f"training on {config.devices} {'worker' if config.devices == 1 else 'workers'}"
+    if console.is_terminal:
+        with _live(console, config, runs) as on_step:
+            yield on_step
+        return
+    console.print(
+        f"{start}: {', '.join(kind.value for kind in runs)}; {config.steps} steps each", soft_wrap=True
+    )
+    every = max(1, config.steps // _LINES_PER_RUN)
+
+    def print_line(done: StepProgress) -> None:
+        if done.step % every == 0 or done.step == config.steps:
+            line = f"{done.run.value:<9}  step {done.step:>4}/{config.steps}  {_figures(done)}"
+            console.print(line, soft_wrap=True)
+
+    yield print_line
+
+
+@contextmanager
+def _live(
+    console: Console, config: TrainConfig, runs: Sequence[RunKind]
+) -> Iterator[Callable[[StepProgress], None]]:
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    # Standard output is left alone: what Ray writes there would break the bar.
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as progress:
+        tasks = {
+            kind: progress.add_task(kind.value, total=config.steps, start=False, figures="") for kind in runs
+        }
+        progress.update(tasks[runs[0]], figures="starting Ray")
+
+        def update(done: StepProgress) -> None:
+            progress.update(tasks[done.run], completed=done.step, figures=_figures(done))
+
+        yield update
+
+
+def _figures(done: StepProgress) -> str:
+    return (
+        f"loss {done.loss:.4f}  {done.tokens_per_second:,.0f} tok/s  tie {format_bytes(done.tied_bytes)}/step"
+    )

@@ -1,0 +1,128 @@
+"""`piper-owner train`: read the text, train on Ray, show and keep the result."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from piper_owner.cli.options import TrainOptions
+from piper_owner.cli.progress import show_progress
+from piper_owner.cli.render import print_result
+from piper_owner.data.batches import TokenStream
+from piper_owner.data.text import read_text
+from piper_owner.data.vocabulary import encode
+from piper_owner.executor.config import RunKind
+from piper_owner.executor.plan import plan_run
+from piper_owner.executor.results import TrainResult
+from piper_owner.runtime import environment
+from piper_owner.runtime.address import check_address
+
+__all__ = ["run", "write_json"]
+
+
+def run(options: TrainOptions) -> int:
+    """Train as asked, print the tables to stdout (progress to stderr), and return the exit status.
+
+    Raises InputError before anything starts, RunError when a rank fails.
+    """
+    out, notes = Console(file=sys.stdout), Console(file=sys.stderr, highlight=False)
+    if options.address is not None:
+        check_address(options.address)
+    for kind in (RunKind.OWNER, *options.compare):
+        if kind is not RunKind.REFERENCE:
+            plan_run(options.config, kind)
+    text, tokens = _read_tokens(options)
+    result = _train(options, text, tokens, notes)
+    if options.json is not None:
+        write_json(options.json, result.to_json())
+    print_result(result, out)
+    return 0
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` to `path` as JSON, whole or not at all. Raises OSError."""
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="ascii")  # a pipe or a device cannot be replaced
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="ascii")
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def _read_tokens(options: TrainOptions) -> tuple[str, NDArray[np.int32]]:
+    """Where the text comes from, and its tokens; checked to be enough for one sequence."""
+    config = options.config
+    text = read_text(options.text)
+    tokens = encode(text, config.vocab, cache_dir=_cache_folder())
+    TokenStream(
+        tokens,
+        microbatches=config.microbatches,
+        microbatch_size=config.microbatch_size,
+        sequence_length=config.sequence_length,
+    )
+    return text.source, tokens
+
+
+def _cache_folder() -> Path:
+    """Where learnt vocabularies are kept, by the XDG rules: a relative path there does not count."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if given and Path(given).is_absolute():
+        return Path(given) / "piper-owner"
+    return Path("~/.cache/piper-owner").expanduser()
+
+
+def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: Console) -> TrainResult:
+    environment.prepare(options.address)
+    # Only now, because Ray reads the environment when it is imported.
+    from piper_owner.runtime import driver
+
+    # Ray prints the death of a worker to stdout from a thread of its own; our error says it better.
+    with (
+        _orderly_termination(),
+        show_progress(notes, options.config, (RunKind.OWNER, *options.compare)) as on_step,
+        redirect_stdout(io.StringIO()),
+    ):
+        return driver.train(
+            options.config,
+            tokens,
+            text=text,
+            compare=options.compare,
+            address=options.address,
+            on_step=on_step,
+        )
+
+
+@contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """Make SIGTERM end the process as Ctrl+C does: through every `finally`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,101 @@
+"""The actor of one rank: a host that is reused over the runs of one command."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from piper_owner.data.batches import TokenStream
+from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.reference import ReferenceSession
+from piper_owner.executor.session import RankReport, RankSession, StepReport
+from piper_owner.runtime.cluster import LOOPBACK, node_address
+from piper_owner.transport.gloo import GlooFabric
+
+__all__ = ["Meeting", "RankHost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the driver's store is; `is_local` if all ranks are on this machine."""
+
+    host: str
+    port: int
+    is_local: bool
+
+
+class RankHost:
+    """Hosts one rank of one run after another.
+
+    `tokens` (int32, one-dimensional) is read-only and lies in the object store, once per machine.
+    Every call but `pid` and `close` belongs to the run that `open` began.
+    """
+
+    def __init__(self, rank: int, config: TrainConfig, tokens: NDArray[np.int32], meeting: Meeting) -> None:
+        self.rank = rank
+        self.config = config
+        self._meeting = meeting
+        self._stream = TokenStream(
+            tokens,
+            microbatches=config.microbatches,
+            microbatch_size=config.microbatch_size,
+            sequence_length=config.sequence_length,
+        )
+        self._session: RankSession | ReferenceSession | None = None
+
+    def pid(self) -> int:
+        """The process id of this actor."""
+        return os.getpid()
+
+    def open(self, run: RunKind, prefix: str) -> None:
+        """Begin `run`, whose ranks meet under `prefix` of the store. Collective over them."""
+        self.close()
+        # The reference gets no more than a rank does: the same arithmetic, and small operations on
+        # more threads than there are idle cores run many times slower.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.config.devices))
+        if run is RunKind.REFERENCE:
+            self._session = ReferenceSession(self.config)
+        else:
+            self._session = RankSession(self.config, run, self.rank, self._fabric(prefix))
+
+    def step(self, index: int) -> StepReport:
+        """Train on the batch of step `index` (from 0). Collective."""
+        return self._live().train_step(self._stream.batch(index))
+
+    def check(self) -> bool:
+        """Whether all replicas hold their owner's value, bit for bit. Collective."""
+        session = self._live()
+        return session.check() if isinstance(session, RankSession) else True
+
+    def finish(self) -> tuple[RankReport, dict[str, torch.Tensor]]:
+        """Memory by kind, and this rank's weights by full-model name (CPU); ends the run. Local."""
+        session = self._live()
+        result = session.report(), session.weights()
+        self.close()
+        return result
+
+    def close(self) -> None:
+        """End the run, if one is open. Local; closing twice is fine."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _live(self) -> RankSession | ReferenceSession:
+        if self._session is None:
+            raise RuntimeError(f"rank {self.rank} has no open run")
+        return self._session
+
+    def _fabric(self, prefix: str) -> GlooFabric:
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        store = TCPStore(self._meeting.host, self._meeting.port, is_master=False, timeout=timeout)
+        # The address Ray knows this machine by is one that the other machines reach.
+        own = LOOPBACK if self._meeting.is_local else node_address()
+        return GlooFabric(
+            PrefixStore(prefix, store), self.rank, self.config.devices, timeout=timeout, hostname=own
+        )
