@@ -130,5 +130,6 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = 
                 f"{other.requires_grad} where another holds {tuple(kept.shape)} {kept.dtype} requires_grad="
                 f"{kept.requires_grad}; tied parameters are one parameter and must agree"
             )
+    for module, leaf in places:  # only now, so that an error has changed nothing
         module._parameters[leaf] = kept
     return kept
