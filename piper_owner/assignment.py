@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from piper_owner.errors import ConfigError, MessageMismatchError, TieError
+from piper_owner.errors import ConfigError, ExchangeError, MessageMismatchError, TieError
 from piper_owner.exchange import Exchange, TiedParameter
 from piper_owner.ownership import (
     OwnerChoice,
@@ -128,6 +128,8 @@ class Ownership:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, ExchangeError) and f"step {self.step}" not in str(error):
+                error.args = (f"{where}: {error}",)  # an agreement of all ranks does not know its purpose
             first = (str(error).splitlines() or [""])[0]
             self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
             self.abandon()

@@ -299,16 +299,16 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
         Each tied parameter counts once, with its combined gradient. `groups` are further process
         groups (data or tensor parallel) over which the norm of *different* shards adds up.
-        Returns the norm before scaling, a float32 (or float64) scalar, the same on every rank.
+        Returns the norm before scaling, a float64 scalar on the CPU, the same on every rank.
         Collective over the ownership's ranks, and over `groups`. As
         `torch.nn.utils.clip_grad_norm_`, which sees only this rank, with any norm from 1 to inf.
         """
         self.finalize_grads()
         grads = self.grads()
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         is_inf = norm_type == float("inf")
         power = 0.0
         if grads:
+            wide = torch.promote_types(torch.float32, max((g.dtype for g in grads), key=lambda d: d.itemsize))
             norms = [torch.linalg.vector_norm(g, norm_type, dtype=wide).to(grads[0].device) for g in grads]
             power = float(torch.linalg.vector_norm(torch.stack(norms).double(), norm_type))
             power = power if is_inf else power**norm_type
@@ -324,7 +324,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for grad in grads:
             grad.mul_(scale.to(grad.device, grad.dtype))
-        return total.to(wide)
+        return total
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -461,12 +461,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._exchange.finalize_grads(self._ownership.step)
         # The inner optimizer passes over parameters without a gradient.
         hidden = [ties[name] for name in steppers if is_streamed or name not in live]
-        kept = [(tie.parameter, tie.parameter.grad) for tie in hidden]
-        for parameter, _ in kept:
-            parameter.grad = None
+        kept = [(tie, tie.parameter.grad, tie.wide_grad) for tie in hidden]
+        for tie in hidden:
+            tie.parameter.grad = tie.wide_grad = None
         self._step_inner()
-        for parameter, grad in kept:
-            parameter.grad = grad
+        for tie, grad, wide_grad in kept:
+            tie.parameter.grad, tie.wide_grad = grad, wide_grad
         for name in live:
             steppers[name].is_stepped = not is_streamed
         for node in self._nodes():
