@@ -580,14 +580,16 @@ _UNLIKE: dict[str, Header] = {
 
 
 def _unlike(fabric: Fabric) -> list[tuple[str, str, float]]:
-    results = []
+    results, lines = [], []
     for number, header in enumerate(_UNLIKE.values()):
         line = Line(fabric.channel(1 - fabric.rank, f"tied{number}"), chunk_bytes=1000)
+        lines.append(line)
         if fabric.rank == 0:
             line.send(header, torch.ones(header.shape, dtype=header.dtype))
             results.append(failing(line.flush))
         else:
             results.append(failing(lambda line=line: line.receive(_EXPECTED)))  # type: ignore[misc]
+    for line in lines:  # not before: receiving the wrong message has to close the line by itself
         line.close()
     return results
 
