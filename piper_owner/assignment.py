@@ -25,7 +25,7 @@ from piper_owner.ownership import (
     Use,
     plan_ownership,
 )
-from piper_owner.stages import NameMap, Stage, numbered_stages, scale_shared_once
+from piper_owner.stages import NameMap, Stage, numbered_stages, refuse_scaled_twice, scale_shared_once
 from piper_owner.ties import describe_uses, unite
 from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
 from piper_owner.transport.agreement import together
@@ -59,6 +59,7 @@ class Ownership:
         self.group = group
         self.board = fabric.board
         self.on_sync: list[Callable[[], None]] = []
+        self._is_scaling_checked = False
         self.step = 0
         """Optimizer steps taken so far; every message carries it."""
 
@@ -88,6 +89,20 @@ class Ownership:
         if largest:
             return max(values) if not any(map(math.isnan, values)) else math.nan
         return sum(values)
+
+    def check_scaling(self) -> None:
+        """Raise ConfigError if a schedule of torch has scaled a tie's gradient twice. Local.
+
+        Only the first call looks: it comes before the first exchange of gradients.
+        """
+        if not self._is_scaling_checked:
+            self._is_scaling_checked = True
+            shared = {}
+            for name, tie in self.exchange.tied.items():
+                here = tie.plan.holder(self.rank)
+                if len(here.names) > 1 or len(here.stages) > 1:
+                    shared[name] = tie.parameter
+            refuse_scaled_twice(shared)
 
     def check(self) -> bool:
         """True if every replica is bit for bit the owner's value. Collective.
@@ -177,9 +192,10 @@ def assign_owners(
     uses: overrides how a parameter is used, by name: `"lookup"` or `"dense"`.
     timeout: bounds every wait of one rank for another; by default the group's.
 
-    Names that meet on one rank become one Parameter there; under a schedule of torch that scales
-    gradients it is scaled once. Copies on several ranks take the value of the holder of the tie's
-    first name, with a warning if they differed.
+    Names that meet on one rank become one Parameter there. A schedule of torch.distributed.pipelining
+    with `scale_grads` scales it once if PipelineStages are given, or `attach` is called; if modules are
+    given without, the first step raises ConfigError. Copies on several ranks take the value of the
+    holder of the tie's first name, with a warning if they differed.
 
     Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
     differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from piper_owner.dag.nodes import Sync, SyncKind
-from piper_owner.errors import ReplicaMismatchError, TieError
+from piper_owner.errors import ExchangeError, ReplicaMismatchError, TieError
 from piper_owner.ownership import TiePlan
+from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
 from piper_owner.transport.wire import Header, Phase, row_ranges, rows_per_chunk
 
@@ -91,13 +92,69 @@ class Exchange:
         self.rank = rank
         self.tied = dict(tied)
         self.lines = dict(lines)
+        self._early: dict[int, EarlyReceiver] = {}
+        self._begun: int | None = None
+        self._sent_early: set[str] = set()
+        self._bytes_sent_early = BytesSent()
+
+    # -- while the rank still computes; all of it may be left out
+
+    def has_begun(self, step: int) -> bool:
+        """Whether `begin` was called for `step`."""
+        return self._begun == step
+
+    def begin(self, nodes: Iterable[Sync], step: int) -> None:
+        """Let the gradients that `nodes`, this rank's sync of `step`, receive come in from now on.
+
+        Then gradients may be sent early. `run` follows as ever. It costs a buffer for each gradient
+        that comes in. Local; does not wait.
+        """
+        self._begun = step
+        self._sent_early.clear()
+        self._bytes_sent_early = BytesSent()
+        expected: dict[int, list[Header]] = {}
+        for node in nodes:
+            if node.kind is SyncKind.RECV_GRAD:
+                assert node.peer is not None
+                header = self._header(self.tied[node.bucket], Phase.GRAD, step)
+                expected.setdefault(node.peer, []).append(header)
+        self._early = {peer: EarlyReceiver(self.lines[peer], headers) for peer, headers in expected.items()}
+
+    def send_early(self, nodes: Iterable[Sync], step: int, *, ready: Container[str]) -> None:
+        """Start to send the gradients among `nodes` whose ties are `ready`: nothing adds to them any more.
+
+        A tie goes behind all earlier ones, in the order in which its owner receives; their `run`
+        does nothing then. Local; does not wait.
+        """
+        for node in nodes:
+            if node.kind is SyncKind.SEND_GRAD and node.bucket not in self._sent_early:
+                if node.bucket not in ready:
+                    return
+                tie = self.tied[node.bucket]
+                line = self.lines[tie.plan.owner]
+                before, line.sent = line.sent, BytesSent()
+                # A copy: gradients may share storage, and others on this rank may still be scaled.
+                self._send_grad(tie, step, copy=True)
+                self._bytes_sent_early += line.sent
+                line.sent = before
+                self._sent_early.add(node.bucket)
+
+    def _settle(self) -> None:
+        """Wait for the gradients that come in early, so that the lines are free for other receives."""
+        for early in self._early.values():
+            early.settle()
+
+    # -- the step
 
     def run(self, node: Sync, step: int) -> None:
         """Run one sync node of this rank's program. Raises ExchangeError when a peer fails."""
         tie = self.tied[node.bucket]
         match node.kind:
             case SyncKind.SEND_GRAD:
-                self._send_grad(tie, step)
+                if self.has_begun(step) and node.bucket in self._sent_early:
+                    self._check_sent(tie)
+                else:
+                    self._send_grad(tie, step, copy=False)
             case SyncKind.RECV_GRAD:
                 assert node.peer is not None
                 tie.due.append(node.peer)
@@ -151,10 +208,20 @@ class Exchange:
 
     # -- the replica's side
 
-    def _send_grad(self, tie: TiedParameter, step: int) -> None:
+    def _send_grad(self, tie: TiedParameter, step: int, *, copy: bool) -> None:
         grad, tie.parameter.grad = _take_grad(tie), None
         header = self._header(tie, Phase.GRAD, step)
-        self.lines[tie.plan.owner].send(header, None if grad is None else grad.to(header.dtype))
+        wire = None if grad is None else grad.to(header.dtype)
+        self.lines[tie.plan.owner].send(header, wire, copy=copy and wire is grad)
+
+    def _check_sent(self, tie: TiedParameter) -> None:
+        if tie.parameter.grad is not None:
+            raise ExchangeError(
+                f"tie {tie.plan.tie.names}: a backward ran on rank {self.rank} after the schedule had sent "
+                "its gradient; run other backwards before the last schedule.step, or leave attach out"
+            )
+        owner = self.lines[tie.plan.owner]
+        owner.sent, self._bytes_sent_early = owner.sent + self._bytes_sent_early, BytesSent()
 
     def _recv_weight(self, tie: TiedParameter, step: int) -> None:
         line = self.lines[tie.plan.owner]
@@ -209,7 +276,7 @@ class Exchange:
         own = _take_grad(tie) if tie.wide_grad is None else tie.wide_grad
         assert tie.stepper is not None
         due, tie.due = tie.due, []
-        incoming = {rank: self.lines[rank].receive(self._header(tie, Phase.GRAD, step)) for rank in due}
+        incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
         shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
         if own is None and not shares:
             return
@@ -231,6 +298,15 @@ class Exchange:
         for chunks in shares.values():
             next(chunks, None)
 
+    def _grad_from(self, rank: int, tie: TiedParameter, step: int) -> Incoming | EarlyIncoming:
+        early = self._early.get(rank)
+        message = None if early is None else early.take(tie.plan.name)
+        if message is not None:
+            return message
+        if early is not None:
+            early.settle()
+        return self.lines[rank].receive(self._header(tie, Phase.GRAD, step))
+
     def _chunk_bytes(self, tie: TiedParameter) -> int:
         sizes = [self.lines[rank].chunk_bytes for rank in tie.plan.replicas]
         return sizes[0] if sizes else max(1, tie.parameter.nbytes)
@@ -249,6 +325,7 @@ class Exchange:
 
         A copy that differed is overwritten, and `warn` shows the largest difference.
         """
+        self._settle()
         differed = []
         for tie in self.tied.values():
             owner = tie.plan.owner
@@ -293,6 +370,7 @@ class Exchange:
 
         Raises ReplicaMismatchError, on every holder, with the largest difference of a tie.
         """
+        self._settle()
         # All ties before the first raise: the ranks of the next tie may be others.
         differences = {name: self._difference(tie, step) for name, tie in self.tied.items()}
         for name, difference in differences.items():

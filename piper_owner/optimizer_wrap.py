@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -26,31 +26,21 @@ from piper_owner.p2p_nodes import sync_nodes
 from piper_owner.param_groups import (
     check_class,
     check_listing,
-    hyperparameters,
     normalised_groups,
+    options_of,
     without,
 )
 from piper_owner.stepping import (
     ELEMENT_WISE,
     Masters,
     ParameterStepper,
+    TruthyState,
     state_bytes,
     unhooked_step,
 )
 from piper_owner.transport import BytesSent
 
 __all__ = ["ELEMENT_WISE", "OwnerOptimizer", "ParameterStepper", "state_bytes"]
-
-
-class _TruthyState(defaultdict[Tensor, Any]):
-    """The state of a rank that owns nothing: empty, and yet true.
-
-    torch.distributed.checkpoint takes an optimizer without state for one that has never stepped,
-    and steps it to make its state, which on one rank alone would wait for the others.
-    """
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class OwnerOptimizer(torch.optim.Optimizer):
@@ -90,6 +80,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._masters = Masters(master_dtype)
         self._ties: dict[str, TiedParameter] = {}
         self._is_exchanged = False
+        self.is_syncing = True
+        """False inside `no_sync`."""
         self._was_state_read = False
         self.sent = BytesSent()
         """Bytes of the tied sync that this rank sent in its last step, by kind."""
@@ -106,7 +98,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         answers = ownership.together(prepare)
         self._inner = made[0]
         if not any(group["params"] for group in self._inner.param_groups):
-            self._inner.state = _TruthyState(dict)
+            self._inner.state = TruthyState(dict)
         super().__init__([{"params": []}], {})
         self._ready = True
         self._adopt(answers)
@@ -178,7 +170,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         After `finalize_grads`, `clip_grad_norm_` or `unscale_`, and instead of `step`, it skips the
         step: every rank does so, or none.
         """
-        if self._is_exchanged:
+        if self._is_exchanged or self._exchange.has_begun(self._ownership.step):
             self.skip_step()
         self._was_state_read = False
         self._inner.zero_grad(set_to_none)
@@ -249,7 +241,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(state_dict)
         self._masters.restore(self._inner, state_dict)
         if not any(group["params"] for group in self.param_groups):
-            self._inner.state = _TruthyState(dict)
+            self._inner.state = TruthyState(dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return ""
@@ -331,9 +323,32 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """For all but the last backward of an accumulation, as in DistributedDataParallel. Local.
 
         Gradients of ties are exchanged in `step`, whatever was accumulated before, so it is right
-        without it too; it lets code that is written for DDP run as it is.
+        without it too; it lets code that is written for DDP run as it is. Under a schedule with
+        `frontends.torch_pipelining.attach` it is needed: there the last backward pass sends.
         """
-        yield
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+    def begin_exchange(self) -> None:
+        """The last backward pass of this step begins; gradients may travel while it runs. Local.
+
+        Raises ConfigError if one has begun, or gradients were exchanged, since the last `step`.
+        """
+        step = self._ownership.step
+        if self._is_exchanged or self._exchange.has_begun(step):
+            raise ConfigError(
+                f"rank {self._ownership.rank}: a second backward pass in step {step}, after one that sends "
+                "gradients of ties. Put all but the last pass of an accumulation into `with opt.no_sync():`; "
+                "after a pass that is not to be stepped call opt.skip_step() on every rank"
+            )
+        self._exchange.begin(self._nodes(), step)
+
+    def send_early(self, ready: Container[str]) -> None:
+        """Start to send the gradients of the ties named `ready`: this pass adds nothing more. Local."""
+        self._exchange.send_early(self._nodes(), self._ownership.step, ready=ready)
 
     def grads(self) -> list[Tensor]:
         """The gradients that this rank's step will use, each once; of ties, the owner's sums. Local."""
@@ -342,13 +357,10 @@ class OwnerOptimizer(torch.optim.Optimizer):
         found = [wide.get(id(p), p.grad) for p in parameters]
         return [grad for grad in found if grad is not None]
 
-    def any_rank(self, here: bool) -> bool:
-        """Whether `here` is true on any rank. Collective."""
-        with self._ownership.reporting(f"the agreement on infinities of step {self._ownership.step}"):
-            return bool(self._ownership.combine(float(here), largest=True))
-
     def skip_step(self) -> None:
         """Leave weights and state alone, on every rank: what a GradScaler does after an infinity."""
+        if self._exchange.has_begun(self._ownership.step):
+            self.finalize_grads()
         for tie in self._ties.values():
             tie.wide_grad = None
         self._is_exchanged = False
@@ -364,22 +376,15 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def _listing(self, groups: list[dict[str, Any]], inner: torch.optim.Optimizer) -> str:
         """The ties that `groups` list, with the options they will be stepped with."""
-        listed = {}
-        for tie in self._exchange.tied.values():
-            for group in groups:
-                if any(p is tie.parameter for p in group["params"]):
-                    if tie.is_claimed:
-                        raise ConfigError(
-                            f"tie {tie.plan.tie.names} on rank {self._ownership.rank} is listed by another "
-                            "OwnerOptimizer too; a tie is stepped by one optimizer"
-                        )
-                    options = {**inner.defaults, **{k: v for k, v in group.items() if k in inner.defaults}}
-                    listed[tie.plan.name] = {
-                        **hyperparameters(options),
-                        "class": type(inner).__name__,
-                        "grad_dtype": str(self._grad_dtype),
-                        "master_dtype": str(self._masters.dtype),
-                    }
+        listed = options_of({name: t.parameter for name, t in self._exchange.tied.items()}, groups, inner)
+        for name, options in listed.items():
+            tie = self._exchange.tied[name]
+            if tie.is_claimed:
+                raise ConfigError(
+                    f"tie {tie.plan.tie.names} on rank {self._ownership.rank} is listed by another "
+                    "OwnerOptimizer too; a tie is stepped by one optimizer"
+                )
+            options |= {"grad_dtype": str(self._grad_dtype), "master_dtype": str(self._masters.dtype)}
         return json.dumps(listed)
 
     def _adopt(self, answers: list[str]) -> None:
@@ -419,6 +424,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
             )
 
     def _send_grads(self) -> None:
+        self._ownership.check_scaling()
         replicas = [tie for tie in self._ties.values() if tie.stepper is None]
         if self._is_exchanged:
             for tie in replicas:

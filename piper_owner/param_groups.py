@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper_owner.errors import ConfigError, TieError
 
-__all__ = ["check_class", "check_listing", "hyperparameters", "normalised_groups", "without"]
+__all__ = ["check_class", "check_listing", "hyperparameters", "normalised_groups", "options_of", "without"]
 
 
 def normalised_groups(params: Any, *, taken: Iterable[Tensor] = ()) -> list[dict[str, Any]]:  # noqa: ANN401
@@ -80,6 +80,19 @@ def hyperparameters(options: Mapping[str, Any]) -> dict[str, Any]:
         elif value is None or isinstance(value, bool | int | float | str):
             plain[key] = value
     return plain
+
+
+def options_of(
+    parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]], inner: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """By name, the options with which `inner` steps those of `parameters` that `groups` list."""
+    found = {}
+    for name, parameter in parameters.items():
+        for group in groups:
+            if any(p is parameter for p in group["params"]):
+                options = {**inner.defaults, **{k: v for k, v in group.items() if k in inner.defaults}}
+                found[name] = {**hyperparameters(options), "class": type(inner).__name__}
+    return found
 
 
 def check_class(optimizer_class: object) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from piper_owner.errors import ConfigError
 
-__all__ = ["NameMap", "Stage", "full_name", "named_places", "numbered_stages", "scale_shared_once"]
+__all__ = [
+    "NameMap",
+    "Stage",
+    "full_name",
+    "named_places",
+    "numbered_stages",
+    "refuse_scaled_twice",
+    "scale_shared_once",
+]
 
 Stage = nn.Module | _PipelineStageBase
 """A module, or a stage of torch.distributed.pipelining."""
@@ -88,6 +98,39 @@ def scale_shared_once(stages: Sequence[_PipelineStageBase]) -> None:
         if any(number in numbers for numbers in shared.values()):
             # An attribute of this one stage object: torch's classes stay as they are.
             stage.scale_grads = _Scaler(stage, number, shared, asked)  # type: ignore[method-assign]
+
+
+def refuse_scaled_twice(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError if a schedule of torch has scaled the gradient of one of `parameters` twice. Local.
+
+    It looks through the objects of the process for schedules that have run a backward with
+    `scale_grads` over two stages that share the parameter, without `scale_shared_once`; so it takes
+    a fraction of a second, and does not find a schedule that is not torch's own.
+    """
+    if not parameters:
+        return
+    # By type alone: `isinstance` would wake proxies and lazy modules.
+    found = [thing for thing in gc.get_objects() if PipelineScheduleMulti in type(thing).__mro__]
+    for schedule in found:
+        if not (
+            schedule.scale_grads and schedule._n_microbatches > 1 and schedule._stages_backward_initialized
+        ):
+            continue
+        for name, parameter in parameters.items():
+            stages = [
+                stage
+                for stage in schedule._stages
+                if not isinstance(stage.scale_grads, _Scaler)
+                and any(each is parameter for each in stage.submod.parameters())
+            ]
+            if len(stages) > 1:
+                raise ConfigError(
+                    f"tie {name!r}: {type(schedule).__name__} has divided its gradient by the "
+                    f"{schedule._n_microbatches} microbatches once for each of the stages "
+                    f"{[stage.stage_index for stage in stages]}, which share it on this rank. Call "
+                    "piper_owner.frontends.torch_pipelining.attach(schedule, opt), or give assign_owners the "
+                    "PipelineStages and not their modules, or make the schedule with scale_grads=False"
+                )
 
 
 class _Scaler:

@@ -9,6 +9,7 @@ result is bit for bit that of one whole step. This is what lets the tied exchang
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -23,6 +24,7 @@ __all__ = [
     "MASTER",
     "Masters",
     "ParameterStepper",
+    "TruthyState",
     "over_master",
     "state_bytes",
     "unhooked_step",
@@ -78,6 +80,17 @@ def over_master(
         master.grad = None
     with torch.no_grad():
         parameter.copy_(master)
+
+
+class TruthyState(defaultdict[torch.Tensor, Any]):
+    """The state of a rank that owns nothing: empty, and yet true.
+
+    torch.distributed.checkpoint takes an optimizer without state for one that has never stepped,
+    and steps it to make its state, which on one rank alone would wait for the others.
+    """
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class Masters:

@@ -260,12 +260,24 @@ class Incoming:
         if not self.present:
             return None
         whole = torch.empty(self.header.shape, dtype=self.header.dtype)
+        for _ in self.fill(whole):
+            pass
+        return whole
+
+    def fill(self, whole: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """As `chunks`, with every receive posted at the first, into `whole`, which has the header's shape.
+
+        The peer's data comes in without anybody waiting for it.
+        """
         rows = whole.view(self.header.num_rows, -1) if whole.numel() else whole
-        works = [self._post((start, stop), rows[start:stop])[1] for start, stop in self.header.ranges()]
-        for work in works:
+        posted = [
+            (start, stop, *self._post((start, stop), rows[start:stop]))
+            for start, stop in self.header.ranges()
+        ]
+        for start, stop, part, work in posted:
             with _Context(self._where):
                 work.wait()
-        return whole
+            yield start, stop, part
 
     def _post(self, span: tuple[int, int], buffer: torch.Tensor) -> tuple[torch.Tensor, Work]:
         rows = buffer[: span[1] - span[0]]

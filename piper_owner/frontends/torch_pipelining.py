@@ -1,0 +1,179 @@
+"""Ties under the schedules of torch.distributed.pipelining: manual stages, and the tracer's.
+
+    schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn)
+    own = piper_owner.assign_owners(stages, ties)
+    opt = piper_owner.OwnerOptimizer(params, torch.optim.AdamW, ownership=own, lr=3e-4)
+    attach(schedule, opt)  # optional
+
+torch's classes stay as they are: `attach` sets attributes of the schedule and stage objects it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.distributed.pipelining import Pipe
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from piper_owner.errors import ConfigError
+from piper_owner.optimizer_wrap import OwnerOptimizer
+from piper_owner.ownership import Tie
+from piper_owner.stages import scale_shared_once
+
+__all__ = ["attach", "ties_of"]
+
+
+def attach(schedule: _PipelineSchedule, opt: OwnerOptimizer) -> None:
+    """Let the gradients of ties travel while `schedule` still runs. Optional, once per rank. Local.
+
+    schedule: any single- or multi-stage schedule of torch, over this rank's stages.
+    opt: lists the parameters of those stages.
+
+    Afterwards, in each `schedule.step` with a loss:
+
+    - a replica's gradient is sent when the last stage here that holds it has finished its
+      backwards, and is None from then on; on the owner it comes in meanwhile. It costs a copy of
+      the gradient on each side. The timeout of `assign_owners` then also bounds how much later
+      than the owner a replica finishes its backwards.
+    - a Parameter that stages of this rank share is scaled once, however `assign_owners` was given
+      the stages.
+    - gradients may be accumulated: put all `schedule.step` before an `opt.step()` but the last into
+      `with opt.no_sync():`. With `scale_grads` each one then counts as its own mean (without
+      `attach`, torch scales earlier ones again: use `scale_grads=False` there). A second one
+      that is not in `no_sync` raises ConfigError, on every rank, before it computes anything.
+
+    `opt.step()` returns with the new weights, as without. On a rank that leaves `attach` out
+    gradients leave in `opt.step()`. Attaching another schedule over the same stages is fine.
+
+    Raises ConfigError for anything else than a schedule and an OwnerOptimizer.
+    """
+    if not isinstance(opt, OwnerOptimizer):
+        raise ConfigError(f"attach(schedule, opt): opt is a {type(opt).__name__}, not an OwnerOptimizer")
+    stages = _stages_of(schedule)
+    scale_shared_once(stages)
+    progress = _Progress(opt)
+    for stage in stages:
+        if isinstance(stage.perform_reduce_grad, _Reducer):
+            del stage.perform_reduce_grad
+        stage.perform_reduce_grad = _Reducer(stage, progress)  # type: ignore[method-assign]
+        for name, tie in opt.ownership.exchange.tied.items():
+            if any(parameter is tie.parameter for parameter in stage.submod.parameters()):
+                progress.holders.setdefault(name, set()).add(stage.stage_index)
+    if isinstance(schedule.step, _Step):
+        del schedule.step
+    schedule.step = _Step(schedule, opt)  # type: ignore[method-assign]
+
+
+def _stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    match schedule:
+        case PipelineScheduleSingle():
+            return [schedule._stage]
+        case PipelineScheduleMulti():
+            return list(schedule._stages)
+        case _:
+            raise ConfigError(
+                f"attach(schedule, opt): {type(schedule).__name__} is no schedule of "
+                "torch.distributed.pipelining"
+            )
+
+
+class _Progress:
+    """Which stages of this rank have finished their backwards in this step."""
+
+    def __init__(self, opt: OwnerOptimizer) -> None:
+        self.opt = opt
+        self.holders: dict[str, set[int]] = {}
+        self._done: set[int] = set()
+        self._step = -1
+
+    def finish(self, stage_index: int) -> None:
+        """Send the gradients that are complete now."""
+        step = self.opt.ownership.step
+        if step != self._step:
+            self._step = step
+            self._done.clear()
+        self._done.add(stage_index)
+        self.opt.send_early({name for name, stages in self.holders.items() if stages <= self._done})
+
+
+class _Reducer:
+    """Takes the place of one stage's `perform_reduce_grad`.
+
+    Every schedule calls that once for each stage, behind the stage's last backward; hooks of
+    autograd do not see backwards that are split into input and weight.
+    """
+
+    def __init__(self, stage: _PipelineStageBase, progress: _Progress) -> None:
+        self._reduce: Callable[[int], None] = stage.perform_reduce_grad
+        self._stage_index = stage.stage_index
+        self._progress = progress
+
+    def __call__(self, grad_scale_factor: int) -> None:
+        if not self._progress.opt.is_syncing:
+            self._reduce(1)  # what accumulates is scaled once, with the last pass
+            return
+        self._reduce(grad_scale_factor)
+        self._progress.finish(self._stage_index)
+
+
+class _Step:
+    """Takes the place of one schedule's `step`."""
+
+    def __init__(self, schedule: _PipelineSchedule, opt: OwnerOptimizer) -> None:
+        self._schedule = schedule
+        self._step: Callable[..., Any] = schedule.step
+        self._opt = opt
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's own
+        # `schedule.eval` comes through here too, without a backward.
+        if self._schedule._has_backward and self._opt.is_syncing:
+            self._opt.begin_exchange()
+        return self._step(*args, **kwargs)
+
+
+def ties_of(pipe: Pipe) -> tuple[Tie, ...]:
+    """The ties that the tracer found in the model of `pipe`, and a clean-up of its stage modules. Local.
+
+    Names are those of the model, as the stage modules of `pipe` keep them, so they go to
+    `assign_owners` with a stage of `pipe.build_stage` or a module of `pipe.get_stage_module`. The
+    first name is that of the earliest stage.
+
+    The tracer leaves a copy of a tied parameter under its other name in a stage that does not use
+    it there. Nothing would ever update it, but it would be listed in `parameters()` and saved: it
+    is taken out, here, from the stage modules themselves. So call this before the parameters go
+    to an optimizer.
+    """
+    ties = []
+    for places in pipe.replicated_params:
+        names = tuple(dict.fromkeys(places.values()))
+        ties.append(Tie(names))
+        for index in range(pipe.num_stages):
+            module = pipe.get_stage_module(index)
+            used = _used_paths(module)
+            for name in names:
+                path, _, leaf = name.rpartition(".")
+                if leaf in _parameters_at(module, path) and not any(
+                    name == each or name.startswith(f"{each}.") for each in used
+                ):
+                    delattr(module.get_submodule(path), leaf)
+    return tuple(ties)
+
+
+def _used_paths(module: torch.nn.Module) -> set[str]:
+    """The attributes and submodules that the graph of a traced stage reads."""
+    graph = cast("torch.fx.GraphModule", module).graph
+    return {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+
+
+def _parameters_at(module: torch.nn.Module, path: str) -> dict[str, torch.nn.Parameter | None]:
+    try:
+        return module.get_submodule(path)._parameters
+    except AttributeError:
+        return {}
