@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from piper_owner.assignment import Ownership
+from piper_owner.errors import ConfigError
 from piper_owner.optimizer_wrap import OwnerOptimizer
 
 __all__ = ["GradScaler"]
@@ -19,7 +22,8 @@ class GradScaler(torch.amp.GradScaler):
     `unscale_` first brings the gradients of ties to their owners, then tells every rank whether any
     rank found an infinity or NaN. So all ranks skip together, and the scale is the same on each.
     `unscale_`, `step` and `update` are called on every rank, in the same order, also on a rank
-    that computes no loss or has no gradients. With any other optimizer it is torch's own.
+    that computes no loss or has no gradients. With any other optimizer it is torch's own, and the
+    ranks do not agree: give that one a scaler of its own.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -72,5 +76,19 @@ class GradScaler(torch.amp.GradScaler):
             here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inv_scale.to(device))
             found += here.to(found.device)
-        agreed = optimizer.any_rank(bool(found))
+        agreed = self._is_found_anywhere(optimizer.ownership, here=bool(found))
         return {found_inf.device: torch.full_like(found_inf, float(agreed))}
+
+    def _is_found_anywhere(self, ownership: Ownership, *, here: bool) -> bool:
+        """Whether any rank found an infinity; else the scale, too, must be that of every rank."""
+        scale = self.get_scale()
+        with ownership.reporting(f"the agreement on infinities of step {ownership.step}"):
+            largest = ownership.combine(math.inf if here else scale, largest=True)
+            if largest not in (math.inf, scale):
+                raise ConfigError(
+                    f"rank {ownership.rank} scales its losses by {scale:g} and another rank by {largest:g}, "
+                    "so gradients of ties would not add up. Give the GradScaler of every rank the same "
+                    "arguments, and an optimizer that is no OwnerOptimizer a scaler of its own, because its "
+                    "infinities stay on one rank"
+                )
+        return largest == math.inf
