@@ -1,0 +1,1 @@
+"""Other libraries' pipelines and models, as stages that piper-owner can train."""
