@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from piper_owner.runtime import environment
+
 if TYPE_CHECKING:
     from ranks import RankPool
+
+
+def pytest_configure() -> None:
+    # Before any test module imports ray, which reads its settings only then.
+    environment.prepare(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +36,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an accelerator")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A connected local Ray with four logical CPUs, started once; tests use it as a user's own."""
+    import logging
+
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        logging_level=logging.ERROR,
+    )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from piper_owner.executor.results import RunResult, TrainResult, batch_loss, col
 from piper_owner.executor.session import StepReport
 from piper_owner.runtime.actor import Meeting, RankHost
 from piper_owner.runtime.cluster import Cluster
-from piper_owner.runtime.failures import gather
+from piper_owner.runtime.failures import Call, gather
 from piper_owner.runtime.progress import OnStep, StepProgress
 from piper_owner.transport.gloo import FailureBoard
 
@@ -114,13 +114,13 @@ class _Crew:
         self, kind: RunKind, board: FailureBoard, ranks: Sequence[int], on_step: OnStep | None
     ) -> list[Mapping[int, StepReport]]:
         done: list[Mapping[int, StepReport]] = []
-        started: deque[dict[int, Any]] = deque()
+        started: deque[Call] = deque()
         for index in range(self._config.steps + _AHEAD):
             if index < self._config.steps:
-                started.append(self._call("step", index, ranks=ranks))
+                what = f"step {index + 1} of the {kind.value} run"
+                started.append(self._call(what, "step", index, ranks=ranks))
             if index >= _AHEAD:
-                what = f"step {len(done) + 1} of the {kind.value} run"
-                done.append(self._gather(what, board, started.popleft()))
+                done.append(self._gather(board, started.popleft(), started))
                 if on_step is not None:
                     on_step(_progress(self._config, kind, len(done), done[-1]))
         return done
@@ -128,14 +128,15 @@ class _Crew:
     def _all(
         self, what: str, board: FailureBoard, method: str, *args: object, ranks: Sequence[int] | None = None
     ) -> dict[int, Any]:
-        return self._gather(what, board, self._call(method, *args, ranks=ranks))
+        return self._gather(board, self._call(what, method, *args, ranks=ranks))
 
-    def _call(self, method: str, *args: object, ranks: Sequence[int] | None) -> dict[int, Any]:
+    def _call(self, what: str, method: str, *args: object, ranks: Sequence[int] | None) -> Call:
         chosen = self._actors if ranks is None else ranks
-        return {rank: getattr(self._actors[rank], method).remote(*args) for rank in chosen}
+        made = {rank: getattr(self._actors[rank], method).remote(*args) for rank in chosen}
+        return Call(what=what, references=made)
 
-    def _gather(self, what: str, board: FailureBoard, calls: Mapping[int, Any]) -> dict[int, Any]:
-        return gather(calls, what=what, timeout=self._timeout, board=board, pids=self._pids)
+    def _gather(self, board: FailureBoard, call: Call, later: Iterable[Call] = ()) -> dict[int, Any]:
+        return gather(call, tuple(later), timeout=self._timeout, board=board, pids=self._pids)
 
 
 def _progress(

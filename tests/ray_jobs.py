@@ -1,0 +1,113 @@
+"""Run `piper-owner train` as a user does, and see what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_MARK = "PIPER_OWNER_TEST_MARK"
+_PROGRAM = "import sys; from piper_owner.cli import main; sys.exit(main())"
+
+SMALL = (
+    *("--vocab", "300", "--hidden", "16", "--heads", "2", "--layers", "2", "--sequence-length", "16"),
+    *("--microbatch-size", "1", "--microbatches", "4", "--stages", "2"),
+)
+"""Sizes that train in milliseconds a step."""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll `condition` until it holds; whether it did within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@dataclass
+class Job:
+    """A running command; everything it starts inherits its mark."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    folder: Path
+    errors: list[str] = field(default_factory=list)
+
+    def read_until(self, text: str) -> None:
+        """Read lines of stderr up to one that holds `text`."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} never came; stderr was {''.join(self.errors)}")
+
+    def end(self, seconds: float = 120) -> tuple[int, str, str]:
+        """(exit status, stdout, stderr), waiting at most `seconds`."""
+        out, errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, "".join(self.errors) + errors
+
+    def processes(self) -> dict[int, str]:
+        """Everything alive that this command started, itself included: title by pid."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal():
+                continue
+            try:
+                marked = f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if marked:
+                found[int(entry.name)] = title
+        return found
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """What a terminal does for Ctrl+C: signal the whole foreground group."""
+        os.killpg(self.process.pid, number)
+
+
+@contextmanager
+def job(*arguments: str, **variables: str) -> Iterator[Job]:
+    """`piper-owner train` with `arguments`; whatever is left of it at the end is killed.
+
+    Ray's settings are not inherited; `variables` are added to the environment.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, _MARK: mark, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    for name in [name for name in environment if name.startswith("RAY_")]:
+        del environment[name]
+    environment |= variables
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, "train", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    started = Job(process=process, mark=mark, folder=folder)
+    try:
+        yield started
+    finally:
+        for pid in started.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
