@@ -159,11 +159,7 @@ class TestStages:
         hidden = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         query, key, value = (
             part.view(2, 5, 3, 8).transpose(1, 2)
-            for part in F.linear(
-                hidden,
-                attention.get_parameter("query_key_value.weight"),
-                attention.get_parameter("query_key_value.bias"),
-            ).chunk(3, dim=-1)
+            for part in F.linear(hidden, attention.get_parameter("query_key_value.weight")).chunk(3, dim=-1)
         )
         scores = query @ key.mT / math.sqrt(8)
         scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
