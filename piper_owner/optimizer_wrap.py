@@ -190,12 +190,14 @@ class OwnerOptimizer(torch.optim.Optimizer):
         Raises ExchangeError naming tie, ranks, phase and step when a peer fails, is in another
         step, or sends something else; ConfigError under a plain GradScaler on several ranks.
         """
-        if closure is not None:
-            return self._hooked_step(closure)
-        if (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks) and not self._is_making_state():
-            self._refuse_plain_scaler()
-            self.finalize_grads()
-        return self._hooked_step()
+        self._refuse_plain_scaler()
+        with self._ownership.reporting(f"step {self._ownership.step}"):
+            if closure is not None:
+                return self._hooked_step(closure)
+            has_hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+            if has_hooks and not self._is_making_state():
+                self.finalize_grads()
+            return self._hooked_step()
 
     def _step_now(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
         loss = None
@@ -205,9 +207,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         if self._is_making_state():
             self._step_inner()
         else:
-            self._refuse_plain_scaler()
-            with self._ownership.reporting(f"step {self._ownership.step}"):
-                self._step_all()
+            self._step_all()
         self._was_state_read = False
         return loss
 
