@@ -306,7 +306,7 @@ class TestTokenStream:
         length=st.integers(1, 20),
         step=st.integers(0, 10**12),
     )
-    def test_batches_are_the_text_in_order(
+    def test_every_sequence_reads_on_in_its_part_of_the_text(
         self, size: int, microbatches: int, microbatch_size: int, length: int, step: int
     ) -> None:
         tokens = np.arange(size, dtype=np.int32)
@@ -323,20 +323,22 @@ class TestTokenStream:
         batch = stream.batch(step)
         assert batch.ids.shape == batch.labels.shape == shape
         assert batch.ids.dtype == batch.labels.dtype == np.int64
-        count = int(np.prod(shape))
-        expected = [(step * count + offset) % size for offset in range(count + 1)]
-        assert batch.ids.ravel().tolist() == expected[:-1]
-        assert batch.labels.ravel().tolist() == expected[1:]
-        assert batch.num_tokens == count
+        sequences = microbatches * microbatch_size
+        for index in range(sequences):
+            start = index * size // sequences + step * length
+            expected = [(start + offset) % size for offset in range(length + 1)]
+            assert batch.ids.reshape(sequences, length)[index].tolist() == expected[:-1]
+            assert batch.labels.reshape(sequences, length)[index].tolist() == expected[1:]
+        assert batch.num_tokens == sequences * length
 
     def test_known_batches(self) -> None:
         stream = TokenStream(
             np.arange(10, dtype=np.int32), microbatches=2, microbatch_size=1, sequence_length=3
         )
-        assert stream.batch(0).ids.tolist() == [[[0, 1, 2]], [[3, 4, 5]]]
-        assert stream.batch(0).labels.tolist() == [[[1, 2, 3]], [[4, 5, 6]]]
-        assert stream.batch(1).ids.tolist() == [[[6, 7, 8]], [[9, 0, 1]]]
-        assert stream.batch(1).labels.tolist() == [[[7, 8, 9]], [[0, 1, 2]]]
+        assert stream.batch(0).ids.tolist() == [[[0, 1, 2]], [[5, 6, 7]]]
+        assert stream.batch(0).labels.tolist() == [[[1, 2, 3]], [[6, 7, 8]]]
+        assert stream.batch(1).ids.tolist() == [[[3, 4, 5]], [[8, 9, 0]]]
+        assert stream.batch(1).labels.tolist() == [[[4, 5, 6]], [[9, 0, 1]]]
 
     def test_batches_do_not_share_memory_with_the_text(self) -> None:
         tokens = np.arange(4, dtype=np.int64)

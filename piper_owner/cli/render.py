@@ -125,6 +125,8 @@ def _table(result: TrainResult) -> Table:
     def add(label: str, figure: Callable[[RunResult], str]) -> None:
         table.add_row(label, *(figure(run) for run in runs))
 
+    if result.config.steps > 1:
+        add("loss at step 1", lambda run: f"{run.losses[0]:.5f}")
     add(f"loss at step {result.config.steps}", lambda run: f"{run.losses[-1]:.5f}")
     if differences.loss:
         add("against the reference", lambda run: "")

@@ -1,4 +1,4 @@
-"""Batches of a token stream: contiguous text, cut into microbatches of sequences."""
+"""Batches of a token stream: every sequence of a batch reads on in a part of the text of its own."""
 
 from __future__ import annotations
 
@@ -55,13 +55,17 @@ class TokenStream:
     def batch(self, step: int) -> Batch:
         """The batch of `step` (from 0); the same step always gives the same batch.
 
-        Step after step reads on where the last one ended, and from the start again at the end of
-        the text. A label is the next token of the stream.
+        Sequence i of n starts at i / n of the text and reads on there step after step, from the
+        start again at the end of the text: a batch is a sample of all of it, not of one file. A
+        label is the next token of the stream.
         """
         if step < 0:
             raise ConfigError(f"step {step}: steps count from 0")
         microbatches, size, length = self._shape
-        count = microbatches * size * length
-        start = step * count % self._tokens.size
-        window = self._tokens.take(np.arange(start, start + count + 1), mode="wrap").astype(np.int64)
-        return Batch(ids=window[:-1].reshape(self._shape), labels=window[1:].reshape(self._shape))
+        num_sequences = microbatches * size
+        starts = np.arange(num_sequences) * self._tokens.size // num_sequences
+        offset = step * length % self._tokens.size
+        places = starts[:, None] + np.arange(offset, offset + length + 1)
+        window = self._tokens.take(places, mode="wrap").astype(np.int64)
+        ids, labels = window[:, :-1], window[:, 1:]
+        return Batch(ids=ids.reshape(self._shape), labels=labels.reshape(self._shape))
