@@ -91,18 +91,27 @@ class Ownership:
         return sum(values)
 
     def check_scaling(self) -> None:
-        """Raise ConfigError if a schedule of torch has scaled a tie's gradient twice. Local.
+        """Raise ConfigError, on every rank, if a schedule of torch has scaled a tie's gradient twice.
 
-        Only the first call looks: it comes before the first exchange of gradients.
+        Only the first call looks: it comes before the first exchange of gradients. Collective.
         """
-        if not self._is_scaling_checked:
-            self._is_scaling_checked = True
-            shared = {}
-            for name, tie in self.exchange.tied.items():
-                here = tie.plan.holder(self.rank)
-                if len(here.names) > 1 or len(here.stages) > 1:
-                    shared[name] = tie.parameter
-            refuse_scaled_twice(shared)
+        if self._is_scaling_checked:
+            return
+        self._is_scaling_checked = True
+        shared = {
+            (tie.name, holder.rank)
+            for tie in self.plan.ties
+            for holder in tie.holders
+            if len(holder.names) > 1 or len(holder.stages) > 1
+        }
+        tied = self.exchange.tied
+
+        def look() -> str:
+            refuse_scaled_twice({name: tied[name].parameter for name, rank in shared if rank == self.rank})
+            return ""
+
+        if shared:
+            self.together(look)
 
     def check(self) -> bool:
         """True if every replica is bit for bit the owner's value. Collective.

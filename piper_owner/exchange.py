@@ -124,8 +124,10 @@ class Exchange:
         """Start to send the gradients among `nodes` whose ties are `ready`: nothing adds to them any more.
 
         A tie goes behind all earlier ones, in the order in which its owner receives; their `run`
-        does nothing then. Local; does not wait.
+        does nothing then. Without a `begin` for `step` it does nothing. Local; does not wait.
         """
+        if not self.has_begun(step):
+            return
         for node in nodes:
             if node.kind is SyncKind.SEND_GRAD and node.bucket not in self._sent_early:
                 if node.bucket not in ready:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -16,6 +19,7 @@ from ranks import RankPool
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.pipelining import (
+    Pipe,
     PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -35,6 +39,7 @@ from torch.distributed.pipelining.schedules import (
 
 import piper_owner as po
 from piper_owner.frontends.torch_pipelining import attach, ties_of
+from piper_owner.ownership import OwnerChoice
 from piper_owner.transport import BytesSent, Fabric, GlooFabric
 
 SINGLE: Final = (ScheduleGPipe, Schedule1F1B)
@@ -45,9 +50,9 @@ SCHEDULES: Final[dict[str, type[_PipelineSchedule]]] = {
 }
 VOCAB, WIDTH, TOKENS, SIZE, STEPS = 11, 4, 3, 2, 5
 
-OPTIMIZERS: Final[dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, float]]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.02}),
+OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.02),
 }
 
 
@@ -124,6 +129,8 @@ class Case:
     attached: bool = True
     accumulate: int = 1
     microbatches: int = 8
+    owners: tuple[int, ...] = ()
+    """Of the tie of embedding and head, and of that of the layers."""
     modules: bool = False
     """Whether assign_owners is given the modules, and not the PipelineStages."""
 
@@ -232,11 +239,22 @@ class Trained:
     expected_messages: int
     expected_bytes: int
     sent_in_schedule: list[int]
-    description: str
 
 
 def num_messages(own: po.Ownership) -> int:
     return sum(line.messages for line in own.exchange.lines.values())
+
+
+def parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
+
+def weights_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    return {
+        name: value.detach().clone()
+        for module in modules
+        for name, value in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def build(case: Case, rank: int) -> tuple[list[PipelineStage], list[nn.Module]]:
@@ -255,10 +273,9 @@ def train(fabric: Fabric, case: Case) -> Trained:
         stages, modules = build(case, fabric.rank)
         schedule = case.make_schedule(stages)
         ties = po.find_ties(case.model)
-        own = po.assign_owners(modules if case.modules else stages, ties)
-        kind, options = OPTIMIZERS[case.optimizer]
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        opt = po.OwnerOptimizer(list(dict.fromkeys(parameters)), kind, ownership=own, **options)
+        owners: dict[str, OwnerChoice] = dict(zip([tie.name for tie in ties], case.owners, strict=False))
+        own = po.assign_owners(modules if case.modules else stages, ties, owner=owners)
+        opt = po.OwnerOptimizer(parameters_of(modules), OPTIMIZERS[case.optimizer], ownership=own)
         if case.attached:
             attach(schedule, opt)
         messages, sent, in_schedule = [], [], []
@@ -282,32 +299,26 @@ def train(fabric: Fabric, case: Case) -> Trained:
         replicas = [tie for tie in own.plan.ties if rank in tie.replicas]
         pairs = len(replicas) + sum(len(tie.replicas) for tie in own.plan.ties if tie.owner == rank)
         return Trained(
-            weights={
-                name: value.detach().clone()
-                for module in modules
-                for name, value in module.named_parameters(remove_duplicate=False)
-            },
+            weights=weights_of(modules),
             messages=messages,
             sent=sent,
             expected_messages=pairs,
             expected_bytes=sum(own.exchange.tied[tie.name].parameter.nbytes for tie in replicas),
             sent_in_schedule=in_schedule,
-            description=own.describe(),
         )
 
 
 def alone(case: Case) -> dict[str, Tensor]:
     """The weights after the same steps of the whole model in one process."""
     model = case.model
-    kind, options = OPTIMIZERS[case.optimizer]
-    optimizer = kind(model.parameters(), **options)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     for step in range(STEPS):
         for pass_ in range(case.accumulate):
             ids, labels = case.batch(step, pass_)
             mean_loss(model(ids), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
+    return weights_of([model])
 
 
 def largest_difference(ranks: Sequence[Trained], reference: dict[str, Tensor]) -> float:
@@ -339,3 +350,276 @@ def test_training_equals_one_process(rank_pool: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("case", list(all_cases()), ids=str)
 def test_training_equals_one_process_for_all(rank_pool: RankPool, case: Case) -> None:
     check_run(rank_pool, case)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("owners", [(0, 1), (1, 0), (1, 1)])
+def test_any_rank_may_own_any_tie(rank_pool: RankPool, attached: bool, owners: tuple[int, ...]) -> None:
+    check_run(rank_pool, Case(schedule="Schedule1F1B", ranks=2, owners=owners, attached=attached))
+
+
+@dataclass
+class Loop:
+    """One rank's objects, for tests that do unusual things with them."""
+
+    case: Case
+    stages: list[PipelineStage]
+    modules: list[nn.Module]
+    schedule: _PipelineSchedule
+    own: po.Ownership
+    opt: po.OwnerOptimizer
+
+    def run(self, step: int = 0, pass_: int = 0) -> None:
+        """One schedule step."""
+        ids, labels = self.case.batch(step, pass_)
+        self.schedule.step(*[ids] * self.stages[0].is_first, target=labels, return_outputs=False)
+
+
+@contextmanager
+def loop(fabric: Fabric, case: Case) -> Iterator[Loop]:
+    """What `train` makes, attached if the case says so."""
+    with process_group(fabric):
+        stages, modules = build(case, fabric.rank)
+        schedule = case.make_schedule(stages)
+        ties = po.find_ties(case.model)
+        own = po.assign_owners(modules if case.modules else stages, ties, timeout=timedelta(seconds=20))
+        opt = po.OwnerOptimizer(parameters_of(modules), OPTIMIZERS[case.optimizer], ownership=own)
+        if case.attached:
+            attach(schedule, opt)
+        yield Loop(case, stages, modules, schedule, own, opt)
+        own.close()
+
+
+def first_step_error(fabric: Fabric, case: Case) -> str:
+    with loop(fabric, case) as here:
+        before = weights_of(here.modules)
+        here.run()
+        try:
+            here.opt.step()
+        except po.PiperOwnerError as error:
+            after = weights_of(here.modules)
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleInterleaved1F1B"])
+def test_a_gradient_that_was_scaled_twice_is_refused_on_every_rank(rank_pool: RankPool, name: str) -> None:
+    case = Case(schedule=name, ranks=2, attached=False, modules=True)
+    errors = rank_pool.run(2, first_step_error, case)
+    assert errors[0].startswith("ConfigError")
+    assert f"{name} has divided its gradient by the 8 microbatches once for each of the stages" in errors[0]
+    assert "attach(schedule, opt)" in errors[0]
+    assert f"{name} has divided" in errors[1]
+
+
+def test_modules_are_fine_where_nothing_scales(rank_pool: RankPool) -> None:
+    case = Case(schedule="ScheduleZBVZeroBubble", ranks=2, attached=False, modules=True, scale_grads=False)
+    check_run(rank_pool, case)
+
+
+def run_twice(fabric: Fabric, case: Case) -> tuple[str, dict[str, Tensor]]:
+    with loop(fabric, case) as here:
+        here.run(0, 0)
+        message = ""
+        try:
+            here.run(0, 1)
+        except po.ConfigError as error:
+            message = str(error)
+        here.opt.skip_step()
+        here.opt.zero_grad()
+        assert here.own.check()
+        for step in range(STEPS):
+            here.run(step)
+            here.opt.step()
+            here.opt.zero_grad()
+            assert here.own.check()
+        return message, weights_of(here.modules)
+
+
+def test_a_second_pass_outside_no_sync_is_refused_and_can_be_skipped(rank_pool: RankPool) -> None:
+    case = Case(schedule="ScheduleInterleaved1F1B", ranks=2)
+    reference = alone(case)
+    for rank, (message, weights) in enumerate(rank_pool.run(2, run_twice, case)):
+        assert f"rank {rank}: a second backward pass in step 0" in message
+        assert "opt.no_sync()" in message
+        assert all(float((value - reference[name]).abs().max()) < 1e-10 for name, value in weights.items())
+
+
+def clipped(fabric: Fabric, case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    norms = []
+    with loop(fabric, case) as here:
+        attach(here.schedule, here.opt)  # a second time changes nothing
+        for step in range(STEPS):
+            ids, labels = case.batch(step, 0)
+            if SCHEDULES[case.schedule] in SINGLE:  # torch's own eval fails on V schedules
+                here.schedule.eval(*[ids] * here.stages[0].is_first, target=labels)
+            here.opt.zero_grad()
+            here.run(step)
+            assert here.own.check(), "also while gradients are on their way"
+            norms.append(float(here.opt.clip_grad_norm_(0.1)))
+            here.opt.step()
+        return norms, weights_of(here.modules)
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+def test_clip_eval_and_check_between_the_schedule_and_the_step(rank_pool: RankPool, name: str) -> None:
+    case = Case(schedule=name, ranks=2, modules=True)
+    model = case.model
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    expected = []
+    for step in range(STEPS):
+        ids, labels = case.batch(step, 0)
+        optimizer.zero_grad()
+        mean_loss(model(ids), labels).backward()
+        expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    reference = weights_of([model])
+    for norms, weights in rank_pool.run(2, clipped, case):
+        assert norms == pytest.approx(expected, abs=1e-12)
+        assert all(float((value - reference[each]).abs().max()) < 1e-10 for each, value in weights.items())
+
+
+def messages_of(fabric: Fabric, case: Case) -> list[tuple[int, BytesSent]]:
+    with loop(fabric, case) as here:
+        found = []
+        for step in range(2):
+            before = num_messages(here.own)
+            here.run(step)
+            here.opt.step()
+            found.append((num_messages(here.own) - before, here.opt.sent))
+        return found
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_messages_do_not_depend_on_the_number_of_microbatches(rank_pool: RankPool, attached: bool) -> None:
+    few, many = (
+        rank_pool.run(
+            2,
+            messages_of,
+            Case(schedule="ScheduleInterleaved1F1B", ranks=2, attached=attached, microbatches=n),
+        )
+        for n in (2, 16)
+    )
+    assert few == many
+    grads, weights = VOCAB * WIDTH * 8, WIDTH * WIDTH * 8
+    # The head's gradient goes to the embedding's rank, the layer's weight is on both.
+    assert {sent.grads for _, sent in few[1]} == {grads + weights}
+    assert {sent.weights for _, sent in few[0]} == {grads + weights}
+    assert [count for rank in few for count, _ in rank] == [2] * 4
+
+
+def late_backward(fabric: Fabric, case: Case) -> str:
+    with loop(fabric, case) as here:
+        here.run()
+        if fabric.rank == 1:
+            head = here.modules[-1].get_parameter("head.weight")
+            head.sum().backward()
+        try:
+            here.opt.step()
+        except po.ExchangeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_backward_after_the_schedule_is_refused(rank_pool: RankPool) -> None:
+    errors = rank_pool.run(2, late_backward, Case(schedule="ScheduleGPipe", ranks=2))
+    assert "a backward ran on rank 1 after the schedule had sent its gradient" in errors[1]
+    assert "rank 1 failed first" in errors[0]
+
+
+def frozen(fabric: Fabric, case: Case) -> tuple[int, int, bool]:
+    with loop(fabric, case) as here:
+        start = weights_of(here.modules)
+        counts = []
+        for step, live in enumerate((False, True)):
+            for tie in here.own.exchange.tied.values():
+                tie.parameter.requires_grad_(live)
+            before = num_messages(here.own)
+            here.run(step)
+            here.opt.step()
+            here.opt.zero_grad()
+            counts.append(num_messages(here.own) - before)
+            name = "embed.weight" if fabric.rank == 0 else "head.weight"
+            moved = not torch.equal(weights_of(here.modules)[name], start[name])
+            assert moved == live
+        return counts[0], counts[1], here.own.check()
+
+
+def test_a_tie_that_thaws_is_sent_from_then_on(rank_pool: RankPool) -> None:
+    case = Case(schedule="Schedule1F1B", ranks=2)
+    assert rank_pool.run(2, frozen, case) == [(0, 2, True)] * 2
+
+
+def test_attach_takes_a_schedule_and_an_owner_optimizer() -> None:
+    model = Model(2)
+    own = po.assign_owners(model, po.find_ties(model))
+    opt = po.OwnerOptimizer(model.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+    wrong: Any = model
+    with pytest.raises(po.ConfigError, match="Model is no schedule of torch"):
+        attach(wrong, opt)
+    with pytest.raises(po.ConfigError, match="opt is a SGD, not an OwnerOptimizer"):
+        attach(wrong, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def traced(model: Model, case: Case) -> Pipe:
+    ids, _ = case.batch(0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, from the tracer
+        return pipeline(model, (ids[:SIZE],), split_spec={"layers.1": SplitPoint.BEGINNING})
+
+
+def train_traced(fabric: Fabric, case: Case) -> tuple[dict[str, Tensor], list[str], int]:
+    with process_group(fabric):
+        pipe = traced(case.model, case)
+        ties = ties_of(pipe)
+        stage = pipe.build_stage(fabric.rank, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, case.microbatches, loss_fn=case.loss, scale_grads=case.scale_grads)
+        own = po.assign_owners(stage, ties)
+        opt = po.OwnerOptimizer(stage.submod.parameters(), OPTIMIZERS[case.optimizer], ownership=own)
+        if case.attached:
+            attach(schedule, opt)
+        for step in range(STEPS):
+            ids, labels = case.batch(step, 0)
+            schedule.step(*[ids] * stage.is_first, target=labels, return_outputs=False)
+            opt.step()
+            opt.zero_grad()
+        assert own.check()
+        own.close()
+        state = sum(len(entry) for entry in opt.state.values())
+        return weights_of([stage.submod]), list(stage.submod.state_dict()), state
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_traced_model_equals_one_process(rank_pool: RankPool, attached: bool) -> None:
+    case = Case(schedule="Schedule1F1B", ranks=2, optimizer="adamw", attached=attached)
+    ranks = rank_pool.run(2, train_traced, case)
+    reference = alone(case)
+    for weights, saved, _ in ranks:
+        assert sorted(saved) == sorted(weights)
+        assert all(float((value - reference[name]).abs().max()) < 1e-10 for name, value in weights.items())
+    assert {*ranks[0][0], *ranks[1][0]} == set(reference)
+    assert not {*ranks[0][0]} & {*ranks[1][0]}
+    # Adam keeps three tensors for each parameter, and nothing for the two replicas.
+    assert [state for _, _, state in ranks] == [3 * len(ranks[0][0]), 3 * (len(ranks[1][0]) - 2)]
+
+
+def test_ties_of_a_traced_model_are_named_as_in_the_model() -> None:
+    case = Case(schedule="Schedule1F1B", ranks=2)
+    model = case.model
+    pipe = traced(model, case)
+    assert "head.weight" in pipe.get_stage_module(0).state_dict(), "guards our assumption: a dead third copy"
+    before = {index: pipe.get_stage_module(index)(*args) for index, args in stage_inputs(case)}
+    assert set(ties_of(pipe)) == set(po.find_ties(model))
+    assert set(ties_of(pipe)) == set(po.find_ties(model)), "a second time changes nothing"
+    names = [set(pipe.get_stage_module(index).state_dict()) for index in range(2)]
+    assert "head.weight" not in names[0]
+    assert "head.weight" in names[1]
+    assert names[0] | names[1] == set(model.state_dict())
+    for index, args in stage_inputs(case):
+        assert torch.equal(pipe.get_stage_module(index)(*args), before[index])
+
+
+def stage_inputs(case: Case) -> list[tuple[int, tuple[Tensor]]]:
+    ids, _ = case.batch(0, 0)
+    return [(0, (ids[:SIZE],)), (1, (torch.ones(SIZE, TOKENS, WIDTH, dtype=torch.float64),))]

@@ -112,15 +112,16 @@ class _Reducer:
 
     def __init__(self, stage: _PipelineStageBase, progress: _Progress) -> None:
         self._reduce: Callable[[int], None] = stage.perform_reduce_grad
-        self._stage_index = stage.stage_index
+        self._stage = stage
         self._progress = progress
 
     def __call__(self, grad_scale_factor: int) -> None:
-        if not self._progress.opt.is_syncing:
-            self._reduce(1)  # what accumulates is scaled once, with the last pass
+        # `schedule.eval` comes here too, and what accumulates is scaled once, with the last pass.
+        if not self._stage.has_backward or not self._progress.opt.is_syncing:
+            self._reduce(1)
             return
         self._reduce(grad_scale_factor)
-        self._progress.finish(self._stage_index)
+        self._progress.finish(self._stage.stage_index)
 
 
 class _Step:
