@@ -11,6 +11,7 @@ from typing import Any, Final
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
     DTYPES,
+    LEARNING_RATES,
     OPTIMIZERS,
     PLACEMENTS,
     SCHEDULES,
@@ -161,7 +162,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     _add(group, "steps", int, "N", "optimizer steps")
     _choose(group, "optimizer", OPTIMIZERS, "how weights are updated; sgd has momentum 0.9")
-    _add(group, "lr", float, "RATE", "learning rate")
+    rates = ", ".join(f"{rate:g} for {name}" for name, rate in LEARNING_RATES.items())
+    group.add_argument(
+        "--lr", type=float, default=None, metavar="RATE", help=f"learning rate (default: {rates})"
+    )
     group.add_argument(
         "--clip",
         type=float,

@@ -9,11 +9,12 @@ from typing import Final
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import OwnerChoice
 
-__all__ = ["DTYPES", "OPTIMIZERS", "PLACEMENTS", "SCHEDULES", "RunKind", "TrainConfig"]
+__all__ = ["DTYPES", "LEARNING_RATES", "OPTIMIZERS", "PLACEMENTS", "SCHEDULES", "RunKind", "TrainConfig"]
 
 PLACEMENTS: Final = ("loop", "v")
 SCHEDULES: Final = ("gpipe", "1f1b")
 OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
+LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
 DTYPES: Final = ("float32", "float64", "bfloat16")
 
 
@@ -31,7 +32,8 @@ class TrainConfig:
     """A GPT with a tied head, a pipeline to train it on, and how long.
 
     A batch is `microbatches * microbatch_size` sequences of `sequence_length` tokens. `devices`
-    defaults to one per stage under `loop` and to half the stages, rounded up, under `v`.
+    defaults to one per stage under `loop` and to half the stages, rounded up, under `v`; `lr` to
+    what suits the optimizer (LEARNING_RATES).
     `timeout_seconds` bounds every wait of one rank for another.
 
     Raises ConfigError for a value that cannot work, naming the command's option.
@@ -50,7 +52,7 @@ class TrainConfig:
     heads: int = 4
     owner: OwnerChoice = "auto"
     optimizer: str = "adamw"
-    lr: float = 3e-3
+    lr: float | None = None
     clip: float | None = None
     dtype: str = "float32"
     steps: int = 40
@@ -62,7 +64,15 @@ class TrainConfig:
         if self.devices == 0:
             default = self.stages if self.placement == "loop" else (self.stages + 1) // 2
             object.__setattr__(self, "devices", default)
+        if self.lr is None and self.optimizer in LEARNING_RATES:
+            object.__setattr__(self, "lr", LEARNING_RATES[self.optimizer])
         _check(self)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate, given or default."""
+        assert self.lr is not None, "set when the config is made"
+        return self.lr
 
     @property
     def tokens_per_step(self) -> int:
@@ -108,7 +118,7 @@ def _check(config: TrainConfig) -> None:
         )
     if config.hidden % config.heads:
         raise ConfigError(f"--hidden {config.hidden} is not a multiple of --heads {config.heads}")
-    if not 0 < config.lr < float("inf"):
+    if not 0 < config.learning_rate < float("inf"):
         raise ConfigError(f"--lr {config.lr}: a positive, finite learning rate is needed")
     if config.clip is not None and not 0 < config.clip < float("inf"):
         raise ConfigError(f"--clip {config.clip}: a positive, finite norm is needed")

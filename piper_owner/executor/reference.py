@@ -25,7 +25,9 @@ class ReferenceSession:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._model = build_model(gpt_config(config), dtype=torch_dtype(config), seed=config.seed)
-        self._optimizer = optimizer_factory(config.optimizer, config.lr)(list(self._model.parameters()))
+        self._optimizer = optimizer_factory(config.optimizer, config.learning_rate)(
+            list(self._model.parameters())
+        )
         self._tied_grads = 0
 
     def train_step(self, batch: Batch) -> StepReport:

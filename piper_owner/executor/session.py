@@ -67,7 +67,7 @@ class RankSession:
             plan.ownership,
             rank=rank,
             stages=self._modules,
-            optimizer=optimizer_factory(config.optimizer, config.lr),
+            optimizer=optimizer_factory(config.optimizer, config.learning_rate),
             loss=self._loss,
             fabric=fabric,
             chunk_bytes=config.chunk_bytes,
