@@ -161,6 +161,37 @@ def test_shares_are_added_in_ascending_order_of_rank(owner: int) -> None:
         assert [float(rank.weights[1][names[rank.rank]]) for rank in ranks] == [float(expected)] * 3
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_gradient_that_shares_memory_is_not_written(owner: int) -> None:
+    names = ("first.weight", "last.weight")
+
+    class Sharing(RankExecutor):
+        def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+            if not isinstance(action, Sync) or action.kind is not SyncKind.OWNER_STEP:
+                return super()._run(action, inputs, labels)
+            # torch's split weight-backward may give two parameters one gradient tensor.
+            shared = self.exchange.tied[action.bucket].parameter.grad
+            assert shared is not None
+            before = shared.clone()
+            super()._run(action, inputs, labels)
+            assert torch.equal(shared, before)
+            return 0.0
+
+    pipeline = Pipeline(
+        build=lambda stage: Term(names[stage], stage, (2.0, 3.0)[stage], shape=(200,), value=0.0),
+        placement=(0, 1),
+        ties=[names],
+        loss=sum_loss(1),
+        owner=owner,
+        chunk_bytes=1,
+        kind=Sharing,
+    )
+    ranks = pipeline.run([term_batch(1)])
+    assert all(
+        torch.equal(rank.weights[1][names[rank.rank]], torch.full((200,), -0.5).double()) for rank in ranks
+    )
+
+
 def test_a_run_repeats_bit_for_bit() -> None:
     pipeline = mixed((0, 1, 2, 1), [(0, 1, 2), (1, 2, 3)], microbatches=4, clip=0.5, chunk_bytes=1)
     batches = [row_batch(4, seed) for seed in range(4)]
