@@ -310,7 +310,7 @@ def share_of_loss(logits: Tensor, ids: Tensor, num_microbatches: int) -> Tensor:
 
 
 def train_whole(model: nn.Module, batches: Sequence[Tensor], num_microbatches: int) -> list[float]:
-    """In the same microbatches: some models sum parts of a batch's gradient in float32, whatever theirs is."""
+    """In the same microbatches: some models sum parts of a gradient in float32, whatever theirs is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches:
