@@ -6,20 +6,24 @@ replica's 3. Right is 0.5 on both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 
 from piper_owner.assignment import Ownership, assign_over
 from piper_owner.executor.local import run_threads
 from piper_owner.optimizer_wrap import OwnerOptimizer
-from piper_owner.transport import Fabric
+from piper_owner.transport import Fabric, GlooFabric
 
-__all__ = ["NAMES", "TIE", "Rank", "Weights", "add_grad", "errors", "near", "ranks"]
+__all__ = ["NAMES", "TIE", "Rank", "Weights", "add_grad", "errors", "near", "process_group", "ranks"]
 
 T = TypeVar("T")
 
@@ -127,3 +131,23 @@ def errors(num: int, work: Callable[[Fabric], object], *, timeout: float = 2.0) 
         raise AssertionError(f"rank {fabric.rank} went on as if nothing had happened")
 
     return run_threads(num, guarded, timeout=timedelta(seconds=timeout))
+
+
+@contextmanager
+def process_group(fabric: Fabric) -> Iterator[None]:
+    """torch.distributed as a user has it, over the ranks of the pool; warnings are errors."""
+    assert isinstance(fabric, GlooFabric)
+    store = PrefixStore("user", fabric._store)
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=fabric.rank, world_size=fabric.world_size, timeout=fabric.timeout
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+        dist.barrier()  # nobody takes its groups down while another still makes its own
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # torch numbers groups by a count that must agree among the ranks of the next call.
+        dist.distributed_c10d._world.group_count = 0

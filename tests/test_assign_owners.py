@@ -1,0 +1,367 @@
+"""Agreeing on owners over real process groups of torch, and over threads where a wait is not the point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from owners import NAMES, TIE, Weights, add_grad, errors, near, process_group, ranks
+from ranks import RankFailures
+from tiny import one_torch_thread
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from piper_owner.assignment import Ownership, assign_over, assign_owners
+from piper_owner.errors import ConfigError, PeerLostError, PeerTimeoutError, TieError
+from piper_owner.optimizer_wrap import OwnerOptimizer
+from piper_owner.ownership import Tie
+from piper_owner.ties import find_ties
+from piper_owner.transport import Fabric
+
+if TYPE_CHECKING:
+    from ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+def train(own: Ownership, module: nn.Module, name: str, grad: float) -> float:
+    """One step of SGD on the tied weight, and a proof that the copies are equal."""
+    opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+    add_grad(module.get_parameter(name), grad)
+    opt.clip_grad_norm_(1000.0)
+    opt.step()
+    opt.zero_grad()
+    assert own.check()
+    own.sync()
+    own.close()
+    own.close()
+    return module.get_parameter(name).item()
+
+
+# -- process groups
+
+
+def over_everybody(fabric: Fabric) -> tuple[float, int, int]:
+    with process_group(fabric):
+        module = Weights({NAMES[fabric.rank]: 1.0})
+        own = assign_owners(module, TIE)
+        return train(own, module, NAMES[fabric.rank], 2.0 + fabric.rank), own.rank, own.plan.ties[0].owner
+
+
+def test_group_none_is_every_rank(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, over_everybody) == [(near(0.5), 0, 0), (near(0.5), 1, 0)]
+
+
+def twice(fabric: Fabric) -> list[float]:
+    values = []
+    for _ in range(2):
+        with process_group(fabric):
+            for owner in ("first", "last"):
+                module = Weights({NAMES[fabric.rank]: 1.0})
+                own = assign_owners(module, TIE, owner=owner, group=dist.group.WORLD)
+                values.append(train(own, module, NAMES[fabric.rank], 2.0 + fabric.rank))
+    return values
+
+
+def test_it_may_be_called_again_and_after_torch_was_initialised_again(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, twice) == [near([0.5] * 4)] * 2
+
+
+def pipelines(fabric: Fabric, how: str) -> tuple[float, int, list[int]]:
+    """Ranks 0, 1 and 2, 3 are two pipelines; their groups differ."""
+    with process_group(fabric):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        if how == "mesh":
+            group: Any = mesh["pp"]
+        elif how == "process group":
+            group = mesh.get_group("pp")
+        else:
+            group = next(
+                made
+                for made in [dist.new_group([1, 0]), dist.new_group([2, 3])]
+                if isinstance(made, dist.ProcessGroup)
+            )
+        stage, pipeline = fabric.rank % 2, fabric.rank // 2
+        module = Weights({NAMES[stage]: 1.0})
+        own = assign_owners(module, TIE, group=group)
+        value = train(own, module, NAMES[stage], (1.0 + pipeline) * (2.0 + stage))
+        return value, own.rank, list(own.plan.ties[0].ranks)
+
+
+@pytest.mark.parametrize("how", ["mesh", "process group", "new_group"])
+def test_two_pipelines_whose_groups_differ(rank_pool: RankPool, how: str) -> None:
+    first, second = near(0.5), near(0.0)
+    assert rank_pool.run(4, pipelines, how) == [
+        (first, 0, [0, 1]),
+        (first, 1, [0, 1]),
+        (second, 0, [0, 1]),
+        (second, 1, [0, 1]),
+    ]
+
+
+def a_pair_of_four(fabric: Fabric) -> float:
+    """Ranks 0 and 3 hold the tie; 1 and 2 are in no group of it at all."""
+    with process_group(fabric):
+        pair = dist.new_group([0, 3])
+        value = 0.5
+        if fabric.rank in (0, 3):
+            name = NAMES[fabric.rank // 3]
+            module = Weights({name: 1.0})
+            own = assign_owners(module, TIE, group=pair)
+            value = train(own, module, name, 2.0 + fabric.rank // 3)
+        return value
+
+
+def test_case_40_the_others_of_the_world_need_not_take_part(rank_pool: RankPool) -> None:
+    assert rank_pool.run(4, a_pair_of_four) == [near(0.5)] * 4
+
+
+def wrong_groups(fabric: Fabric, fault: str) -> str:
+    with process_group(fabric):
+        group: Any = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+        if fault == "not a member":
+            group = dist.new_group([1 - fabric.rank] if fabric.rank else [0])
+            if fabric.rank == 0:
+                return ""
+        try:
+            assign_owners([], [], group=group)
+        except ConfigError as error:
+            return str(error)
+        return "went on"
+
+
+def test_a_mesh_of_two_dimensions_is_refused(rank_pool: RankPool) -> None:
+    for said in rank_pool.run(2, wrong_groups, "mesh"):
+        assert 'mesh["pp"]' in said
+
+
+def test_a_rank_outside_its_group_is_told_so(rank_pool: RankPool) -> None:
+    assert "rank 1 is not in the group" in rank_pool.run(2, wrong_groups, "not a member")[1]
+
+
+def test_not_initialised_is_a_world_of_one() -> None:
+    module = Weights(dict.fromkeys(NAMES, 1.0))
+    own = assign_owners(module, find_ties_by_name(module))
+    assert own.plan.world_size == 1
+    assert module.get_parameter(NAMES[0]) is module.get_parameter(NAMES[1])
+    assert train(own, module, NAMES[1], 5.0) == near(0.5)
+
+
+def find_ties_by_name(module: nn.Module) -> tuple[Tie, ...]:
+    assert find_ties(module) == ()
+    return (Tie(NAMES),)
+
+
+def test_a_group_without_torch_distributed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not initialised"):
+        assign_owners([], [], group=object())  # type: ignore[arg-type]
+
+
+def one_never_calls(fabric: Fabric) -> tuple[str, float]:
+    with process_group(fabric):
+        started = time.monotonic()
+        if fabric.rank == 2:
+            return "", 0.0
+        try:
+            assign_owners(Weights({NAMES[fabric.rank]: 1.0}), TIE, timeout=timedelta(seconds=2))
+        except PeerTimeoutError as error:
+            return str(error), time.monotonic() - started
+        return "went on", 0.0
+
+
+def test_case_43_a_rank_that_never_calls(rank_pool: RankPool) -> None:
+    for said, seconds in rank_pool.run(3, one_never_calls)[:2]:
+        assert "every one of the ranks (0, 1, 2) must open it" in said
+        assert seconds < 8.0
+
+
+def timeouts(fabric: Fabric) -> tuple[float, float]:
+    with process_group(fabric):
+        module = Weights({NAMES[fabric.rank]: 1.0})
+        of_group = assign_owners(module, TIE)
+        own = assign_owners(module, TIE, timeout=timedelta(seconds=3))
+        line = next(iter(own.exchange.lines.values()))
+        default = next(iter(of_group.exchange.lines.values())).channel.timeout.total_seconds()
+        return default, line.channel.timeout.total_seconds()
+
+
+def test_the_timeout_is_the_groups_unless_given(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, timeouts) == [(20.0, 3.0), (20.0, 3.0)]
+
+
+def a_rank_dies_in_a_step(fabric: Fabric) -> None:
+    with process_group(fabric):
+        names = (*NAMES, "third.weight")
+        module = Weights({names[fabric.rank]: 1.0})
+        own = assign_owners(module, [names])
+        opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+        for step in range(3):
+            add_grad(module.get_parameter(names[fabric.rank]), 1.0)
+            if step == 1 and fabric.rank == 2:
+                with own.reporting("the backward of step 1"):
+                    raise ArithmeticError("a layer overflowed")
+            opt.step()
+            opt.zero_grad()
+
+
+def test_case_44_every_rank_names_the_one_that_failed(rank_pool: RankPool) -> None:
+    with pytest.raises(RankFailures) as caught:
+        rank_pool.run(3, a_rank_dies_in_a_step)
+    failures = caught.value.failures
+    assert sorted(failures) == [0, 1, 2]
+    assert failures[2].kind == "ArithmeticError"
+    for rank in (0, 1):
+        assert isinstance(failures[rank].error, PeerLostError)
+        assert "rank 2 failed first, at the backward of step 1" in failures[rank].text
+        assert "a layer overflowed" in failures[rank].text
+    assert "embed.weight" in failures[0].text
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"owner": 7}, "rank 7 cannot own"),
+        ({"owner": "middle"}, "choose one of"),
+        ({"owner": {"other.weight": 0}}, "other.weight"),
+        ({"uses": {NAMES[0]: "rows"}}, "choose one of ['lookup', 'dense']"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_on_every_rank(arguments: dict[str, Any], said: str) -> None:
+    def work(fabric: Fabric) -> None:
+        assign_over(fabric, Weights({NAMES[fabric.rank]: 1.0}), TIE, **arguments)
+
+    for error in errors(2, work):
+        assert isinstance(error, ConfigError)
+        assert said in str(error)
+
+
+def test_a_stage_that_is_none_is_an_error_on_both() -> None:
+    def work(fabric: Fabric) -> None:
+        stage: Any = Weights({NAMES[0]: 1.0}) if fabric.rank == 0 else "a stage"
+        assign_over(fabric, [stage], TIE)
+
+    first, second = errors(2, work)
+    assert "rank 1 failed" in str(first)
+    assert "stages[0] on rank 1 is a str" in str(second)
+
+
+@pytest.mark.parametrize("what", ["ties", "owner"])
+def test_ranks_that_were_told_different_things(what: str) -> None:
+    def work(fabric: Fabric) -> None:
+        ties = [NAMES] if what == "owner" or fabric.rank == 0 else [NAMES[::-1]]
+        owner = fabric.rank if what == "owner" else 0
+        assign_over(fabric, Weights({NAMES[fabric.rank]: 1.0}), ties, owner=owner)
+
+    for error in errors(2, work):
+        assert isinstance(error, TieError)
+        assert f"called with {what}=" in str(error)
+        assert "on rank 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("ties", "said"),
+    [
+        ([("embed.weigth", NAMES[1])], "did you mean 'embed.weight'"),
+        ([NAMES, (NAMES[1], "own.weight")], "stands in two ties"),
+        ([("embed.weight", "embed.weight")], "lists each name once"),
+        ([()], "at least one"),
+    ],
+    ids=str,
+)
+def test_bad_ties_are_refused_on_every_rank(ties: list[tuple[str, ...]], said: str) -> None:
+    def work(fabric: Fabric) -> None:
+        assign_over(fabric, Weights({NAMES[fabric.rank]: 1.0, "own.weight": 1.0}), ties)
+
+    for error in errors(2, work):
+        assert isinstance(error, TieError)
+        assert said in str(error)
+
+
+def test_names_map_a_stages_names_to_the_models() -> None:
+    def work(fabric: Fabric) -> float:
+        module = Weights({"w.weight": 1.0})
+        mapped = {"w.weight": NAMES[fabric.rank]}
+        names: Any = mapped if fabric.rank == 0 else mapped.get
+        return train(assign_over(fabric, module, TIE, names=names), module, "w.weight", 2.0 + fabric.rank)
+
+    assert ranks(2, work) == [near(0.5)] * 2
+
+
+def test_wrappers_prefixes_are_stripped() -> None:
+    def work(fabric: Fabric) -> float:
+        inner = Weights({NAMES[fabric.rank]: 1.0})
+        wrapped = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"module": inner})})
+        own = assign_over(fabric, wrapped, TIE)
+        return train(own, inner, NAMES[fabric.rank], 2.0 + fabric.rank)
+
+    assert ranks(2, work) == [near(0.5)] * 2
+
+
+def test_uses_and_description() -> None:
+    def work(fabric: Fabric) -> tuple[str, list[str]]:
+        parts: list[nn.Module] = [nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)]
+        module = nn.ModuleDict({("embed", "head")[fabric.rank]: parts[fabric.rank]})
+        with torch.no_grad():
+            next(module.parameters()).fill_(1.0)
+        own = assign_over(fabric, module, TIE, uses={"embed.weight": "dense"})
+        other = assign_over(fabric, module, TIE)
+        return own.describe(), [holder.use.value for holder in other.plan.ties[0].holders]
+
+    for text, uses in ranks(2, work):
+        assert text.splitlines() == [
+            "embed.weight = head.weight: one parameter, 5 x 2 float32",
+            "  rank 0 owns it (stage 0, dense use)",
+            "  rank 1 holds a replica (stage 1, dense use)",
+        ]
+        assert uses == ["lookup", "dense"]
+
+
+def test_no_ties_and_no_stages() -> None:
+    def work(fabric: Fabric) -> str:
+        own = assign_over(fabric, [], [])
+        assert own.check()
+        own.sync()
+        return repr(own)
+
+    assert ranks(2, work)[1] == "<Ownership of rank 1: no tied parameters over 2 ranks>"
+
+
+def test_meta_and_max_norm_are_refused_on_every_rank() -> None:
+    def work(fabric: Fabric, fault: str) -> None:
+        device = "meta" if fault == "meta" and fabric.rank == 1 else "cpu"
+        max_norm = 1.0 if fault == "max_norm" and fabric.rank == 1 else None
+        name = ("embed", "head")[fabric.rank]
+        assign_over(fabric, nn.ModuleDict({name: nn.Embedding(3, 2, device=device, max_norm=max_norm)}), TIE)
+
+    for fault in ("meta", "max_norm"):
+        for error in errors(2, lambda f, fault=fault: work(f, fault)):  # type: ignore[misc]
+            assert isinstance(error, TieError)
+            assert fault in str(error)
+            assert "embed.weight" in str(error)
+
+
+def test_a_stage_that_lost_its_tie_is_tied_again() -> None:
+    """`to_empty` makes two parameters of one; here both stand on rank 0, and a third on rank 1."""
+
+    def work(fabric: Fabric) -> tuple[float, bool]:
+        names = ("a.weight", "b.weight", "c.weight")
+        held = names[:2] if fabric.rank == 0 else names[2:]
+        module = Weights(dict.fromkeys(held, 1.0))
+        own = assign_over(fabric, module, [names])
+        is_one = module.get_parameter(held[0]) is module.get_parameter(held[-1])
+        return train(own, module, held[-1], 2.0 + fabric.rank), is_one
+
+    assert ranks(2, work) == [(near(0.5), True)] * 2
