@@ -41,7 +41,7 @@ _install() {
     "$venv/bin/python" -m pip install -qq --constraint "$ROOT/scripts/constraints.txt" hatchling ||
         return 1
     "$venv/bin/python" -m pip install -qq --constraint "$ROOT/scripts/constraints.txt" \
-        --no-build-isolation --editable "$ROOT[dev]" || return 1
+        --no-build-isolation --editable "$ROOT[dev,hf]" || return 1
 }
 
 _ensure_environment() {
