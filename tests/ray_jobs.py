@@ -9,14 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_MARK = "PIPER_OWNER_TEST_MARK"
 _PROGRAM = "import sys; from piper_owner.cli import main; sys.exit(main())"
 
 SMALL = (
@@ -38,10 +36,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 @dataclass
 class Job:
-    """A running command; everything it starts inherits its mark."""
+    """A running command, in a session of its own."""
 
     process: subprocess.Popen[str]
-    mark: str
     folder: Path
     errors: list[str] = field(default_factory=list)
 
@@ -60,18 +57,23 @@ class Job:
         return self.process.returncode, out, "".join(self.errors) + errors
 
     def processes(self) -> dict[int, str]:
-        """Everything alive that this command started, itself included: title by pid."""
+        """Everything alive in this command's session, itself included: title by pid.
+
+        Ray's processes make groups of their own and change their titles and environments, but stay
+        in the session.
+        """
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             try:
-                marked = f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                # After "pid (name)", where the name may hold anything: state, parent, group, session.
+                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if marked:
-                found[int(entry.name)] = title
+            if int(session) == self.process.pid and state != "Z":
+                found[int(entry.name)] = title.strip()
         return found
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -86,8 +88,7 @@ def job(*arguments: str, **variables: str) -> Iterator[Job]:
     Ray's settings are not inherited; `variables` are added to the environment.
     """
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, _MARK: mark, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     for name in [name for name in environment if name.startswith("RAY_")]:
         del environment[name]
     environment |= variables
@@ -100,7 +101,7 @@ def job(*arguments: str, **variables: str) -> Iterator[Job]:
         env=environment,
         start_new_session=True,
     )
-    started = Job(process=process, mark=mark, folder=folder)
+    started = Job(process=process, folder=folder)
     try:
         yield started
     finally:

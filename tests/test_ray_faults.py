@@ -175,7 +175,7 @@ def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
             )
         else:
             assert wait_until(
-                lambda: any("gcs_server" in title for title in running.processes().values()), 60
+                lambda: any("ray::DashboardAgent" in title for title in running.processes().values()), 60
             )
         running.signal_group(signal.SIGINT)
         status, out, errors = running.end(30)
