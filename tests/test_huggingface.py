@@ -9,6 +9,7 @@ import pickle
 import queue
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -260,6 +261,32 @@ def test_copied_stage_stands_alone(via: str) -> None:
             parameter.zero_()
     assert_same(chain(copies, ids), expected)
     assert not torch.allclose(chain(stages, ids), expected)
+
+
+def test_stage_keeps_neither_its_input_nor_anothers_buffers() -> None:
+    model = make("llama")
+    stages = huggingface.split(model, 2)
+    hidden = torch.zeros(1, 3, 16)
+    alive = weakref.ref(hidden)
+    stages[1](hidden)
+    del hidden
+    assert alive() is None
+    rotary = [stage.get_submodule("model.rotary_emb") for stage in stages]
+    assert rotary[0] is not rotary[1]
+    assert model.model.rotary_emb not in rotary
+
+
+def test_stand_in_answers_for_the_kind_of_a_layer() -> None:
+    # Some decoders choose a layer's mask by asking the layer, not the configuration.
+    def ask(decoder: nn.Module, original: Callable[[], object]) -> object:
+        assert [layer.attention_type for layer in decoder.get_submodule("layers").children()] == ALTERNATING
+        return original()
+
+    model = with_forward(ask)
+    for layer, kind in zip(model.model.layers, ALTERNATING, strict=True):
+        layer.attention_type = kind
+    ids = make_ids()
+    assert_same(chain(huggingface.split(model, 3), ids), model(ids).logits)
 
 
 # -- ties
