@@ -55,7 +55,10 @@ def test_copies_on_every_placement_run(case: Case, all_reduce: bool, clip: bool)
 @settings(max_examples=40, deadline=None)
 @given(cases(max_ranks=5, max_stages=8, max_microbatches=5))
 def test_the_order_of_the_passes_does_not_matter(case: Case) -> None:
-    passes = (insert_bucket_steps, insert_transfers, lambda dag: insert_ownership(dag, case.plan))
+    def with_ownership(dag: TrainingDAG) -> TrainingDAG:
+        return insert_ownership(dag, case.plan)
+
+    passes = (insert_bucket_steps, insert_transfers, with_ownership)
     results = []
     for order in itertools.permutations(passes):
         dag = case.build()
