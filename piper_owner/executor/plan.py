@@ -26,6 +26,7 @@ __all__ = ["RunPlan", "gpt_config", "plan_run", "torch_dtype"]
 class RunPlan:
     """A run that has passed every rule and the dry run."""
 
+    config: TrainConfig
     run: RunKind
     ownership: OwnershipPlan
     dag: TrainingDAG
@@ -33,8 +34,8 @@ class RunPlan:
 
     @property
     def digest(self) -> str:
-        """32 hex digits, equal on two ranks exactly when they planned the same."""
-        text = f"{self.run.value}\\n{self.ownership.digest}\\n{format_dag(self.dag)}"
+        """32 hex digits, equal on two ranks exactly when they planned the same with the same options."""
+        text = f"{self.config!r}\n{self.run.value}\n{self.ownership.digest}\n{format_dag(self.dag)}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -83,7 +84,7 @@ def plan_run(config: TrainConfig, run: RunKind) -> RunPlan:
             raise ConfigError("the reference is one process: it has no pipeline to plan")
         case _:
             assert_never(run)
-    return RunPlan(run=run, ownership=ownership, dag=dag, timeline=simulate(dag))
+    return RunPlan(config=config, run=run, ownership=ownership, dag=dag, timeline=simulate(dag))
 
 
 def _ties_and_uses(
