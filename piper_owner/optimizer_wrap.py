@@ -309,7 +309,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         summed = torch.tensor(power, dtype=torch.float64)
         for group in groups:
             operation = torch.distributed.ReduceOp.MAX if is_inf else torch.distributed.ReduceOp.SUM
-            summed = summed.to(group._device_types[0])
+            devices = group._device_types
+            summed = summed.to(torch.device("cpu") if torch.device("cpu") in devices else devices[0])
             torch.distributed.all_reduce(summed, operation, group=group)
         total = summed.cpu() if is_inf else summed.cpu() ** (1.0 / norm_type)
         # The small constant is that of torch.nn.utils.clip_grad_norm_.
