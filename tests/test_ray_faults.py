@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -67,7 +68,8 @@ class RaisesInside(RankHost):
 class RaisesInOpen(RankHost):
     def open(self, run: RunKind, prefix: str) -> None:
         if self.rank == FAULTY_RANK:
-            raise ZeroDivisionError("planted")
+            # All processes of a machine share this clock.
+            raise ZeroDivisionError(f"planted at {time.monotonic()}")
         super().open(run, prefix)
 
 
@@ -128,10 +130,10 @@ def test_run_ends_with_the_fault_of_the_rank_that_failed(
         assert living(host_class), "finding none at the end would prove nothing"
         seen.append(time.monotonic())
 
-    start = time.monotonic()
-    with pytest.raises(RunError, match=expected):
+    with pytest.raises(RunError, match=expected) as raised:
         train(config, TOKENS, text="numbers", on_step=on_step, host_class=host_class)
-    assert time.monotonic() - (seen[-1] if seen else start) < LIMIT
+    planted = re.search(r"planted at ([\d.]+)", str(raised.value))
+    assert time.monotonic() - (float(planted[1]) if planted else seen[-1]) < LIMIT
     # Steps are called ahead: a fault may be seen before the results of the step before it.
     assert len(seen) <= (0 if host_class is RaisesInOpen else FAULTY_STEP)
     assert wait_until(lambda: not living(host_class), 10), living(host_class)
@@ -187,15 +189,17 @@ def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
         assert list(running.folder.glob("piper-owner-*")) == []
 
 
-@pytest.mark.slow
 def test_sigterm_leaves_nothing_behind() -> None:
     with job(*SMALL, "--steps", "100000") as running:
         assert wait_until(
             lambda: any(title.startswith("ray::RankHost.step") for title in running.processes().values()), 60
         )
-        running.process.send_signal(signal.SIGTERM)
-        status, _, errors = running.end(30)
-        assert status == 128 + signal.SIGTERM, errors
+        # As `timeout` and service managers do: Ray's own processes get the signal as well, and end
+        # before the driver has tidied up.
+        running.signal_group(signal.SIGTERM)
+        status, _, errors = running.end(60)
+        # 1: Ray's own threads may end the process, without its raylet, once it has tidied up.
+        assert status in (128 + signal.SIGTERM, 1), errors
         assert wait_until(lambda: not running.processes(), 10), running.processes()
         assert list(running.folder.glob("piper-owner-*")) == []
 

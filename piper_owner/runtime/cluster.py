@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +27,8 @@ __all__ = ["LOOPBACK", "Cluster", "count_cpus", "node_address"]
 LOOPBACK: Final = "127.0.0.1"
 # The path of a Unix socket has at most 103 bytes, and Ray and we add about 85 to the folder.
 _MAX_FOLDER: Final = 18
+_RELEASE: Final = timedelta(seconds=10)
+_REMOVAL: Final = timedelta(seconds=3)
 
 
 class Cluster:
@@ -79,13 +82,17 @@ class Cluster:
         """End what was started here. Closing twice is fine."""
         with undisturbed():
             if ray.is_initialized():
-                self._release()
+                # A Ray of our own ends whole, and so does everything in it. To release things one by
+                # one would hang where a signal to the whole process group ended its raylet first.
+                if not self.is_local:
+                    self._release()
                 if self._connected_here:
                     ray.shutdown()
+            self._actors.clear()
+            self._group = None
             self._connected_here = False
             if self._folder is not None:
-                # Ray's processes may still write their last log lines while they end.
-                shutil.rmtree(self._folder, ignore_errors=True)
+                _remove_folder(self._folder)
                 self._folder = None
 
     def __enter__(self) -> Self:
@@ -141,14 +148,30 @@ class Cluster:
                 )
 
     def _release(self) -> None:
-        # A cluster that is gone cannot be tidied, and took everything with it.
-        with suppress(ray.exceptions.RayError, ConnectionError):
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
-            if self._group is not None:
-                remove_placement_group(self._group)
-        self._actors.clear()
-        self._group = None
+        """End our actors and give the reservation back, or give up after a while."""
+        actors, group = tuple(self._actors), self._group
+
+        def release() -> None:
+            # A cluster that is gone cannot be tidied, and took everything with it.
+            with suppress(ray.exceptions.RayError, ConnectionError):
+                for actor in actors:
+                    ray.kill(actor, no_restart=True)
+                if group is not None:
+                    remove_placement_group(group)
+
+        # Ray's own calls take no timeout, and block where this machine's raylet is gone.
+        thread = threading.Thread(target=release, name="release of the cluster", daemon=True)
+        thread.start()
+        thread.join(_RELEASE.total_seconds())
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove it for good: Ray's processes may still write their last log lines while they end."""
+    deadline = time.monotonic() + _REMOVAL.total_seconds()
+    shutil.rmtree(folder, ignore_errors=True)
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _short_folder() -> str | None:
