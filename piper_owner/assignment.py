@@ -152,12 +152,16 @@ class Ownership:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, ExchangeError) and f"step {self.step}" not in str(error):
-                error.args = (f"{where}: {error}",)  # an agreement of all ranks does not know its purpose
-            first = (str(error).splitlines() or [""])[0]
-            self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
-            self.abandon()
+            self.report(where, error)
             raise
+
+    def report(self, where: str, error: BaseException) -> None:
+        """What `reporting` does with an error. Local."""
+        if isinstance(error, ExchangeError) and f"step {self.step}" not in str(error):
+            error.args = (f"{where}: {error}",)  # an agreement of all ranks does not know its purpose
+        first = (str(error).splitlines() or [""])[0]
+        self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
+        self.abandon()
 
     def close(self) -> None:
         """Wait until the peers have all that was sent, then close the lines. Twice is fine."""

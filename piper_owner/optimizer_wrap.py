@@ -191,13 +191,16 @@ class OwnerOptimizer(torch.optim.Optimizer):
         step, or sends something else; ConfigError under a plain GradScaler on several ranks.
         """
         self._refuse_plain_scaler()
-        with self._ownership.reporting(f"step {self._ownership.step}"):
+        try:  # not `reporting`: a rank without ties pays for what it does not need
             if closure is not None:
                 return self._hooked_step(closure)
             has_hooks = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
             if has_hooks and not self._is_making_state():
                 self.finalize_grads()
             return self._hooked_step()
+        except BaseException as error:
+            self._ownership.report(f"step {self._ownership.step}", error)
+            raise
 
     def _step_now(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
         loss = None
@@ -416,7 +419,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return all(p.grad is not None and not p.grad.count_nonzero() for p in live)
 
     def _refuse_plain_scaler(self) -> None:
-        if self._step_supports_amp_scaling and "found_inf" in self.__dict__:
+        if "found_inf" in self.__dict__ and self._step_supports_amp_scaling:
             for name in ("found_inf", "grad_scale"):  # as the scaler would do after the step
                 self.__dict__.pop(name, None)
             raise ConfigError(
@@ -448,13 +451,14 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return sync_nodes(live, self._ownership.rank)
 
     def _step_all(self) -> None:
-        self._send_grads()
         if self._ties:
+            self._send_grads()
             self._step_ties()
+            self._exchange.flush()
+            self.sent = self._exchange.take_bytes_sent()
         else:
+            self._ownership.check_scaling()  # the first time it is collective
             self._step_inner()
-        self._exchange.flush()
-        self.sent = self._exchange.take_bytes_sent()
         self._is_exchanged = False
         self._ownership.step += 1
 
