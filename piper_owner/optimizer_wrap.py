@@ -415,8 +415,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
             return False
         if any(float(group.get("lr", 1.0)) for group in self.param_groups):
             return False
-        live = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
-        return all(p.grad is not None and not p.grad.count_nonzero() for p in live)
+        live = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return bool(live) and all(p.grad is not None and not p.grad.count_nonzero() for p in live)
 
     def _refuse_plain_scaler(self) -> None:
         if "found_inf" in self.__dict__ and self._step_supports_amp_scaling:

@@ -24,6 +24,7 @@ from piper_owner.cli.render import print_result
 from piper_owner.data.batches import TokenStream
 from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
+from piper_owner.errors import RunError
 from piper_owner.executor.config import RunKind
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.results import TrainResult
@@ -46,9 +47,12 @@ def run(options: TrainOptions) -> int:
             plan_run(options.config, kind)
     text, tokens = _read_tokens(options)
     result = _train(options, text, tokens, notes)
-    if options.json is not None:
-        write_json(options.json, result.to_json())
     print_result(result, out)
+    if options.json is not None:
+        try:
+            write_json(options.json, result.to_json())
+        except OSError as error:
+            raise RunError(f"--json {options.json}: cannot write it: {error.strerror or error}") from error
     return 0
 
 
@@ -113,7 +117,7 @@ def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: C
 
 @contextmanager
 def _orderly_termination() -> Iterator[None]:
-    """Make SIGTERM end the process as Ctrl+C does: through every `finally`."""
+    """Make SIGTERM, and a terminal that closes, end the process as Ctrl+C does: through every `finally`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,8 +125,11 @@ def _orderly_termination() -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -15,6 +15,7 @@ PLACEMENTS: Final = ("loop", "v")
 SCHEDULES: Final = ("gpipe", "1f1b")
 OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
 LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
+_LONGEST_TIMEOUT: Final = 30 * 86_400.0
 DTYPES: Final = ("float32", "float64", "bfloat16")
 
 
@@ -122,7 +123,7 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"--lr {config.lr}: a positive, finite learning rate is needed")
     if config.clip is not None and not 0 < config.clip < float("inf"):
         raise ConfigError(f"--clip {config.clip}: a positive, finite norm is needed")
-    if not 0 < config.timeout_seconds < float("inf"):
+    if not 0 < config.timeout_seconds <= _LONGEST_TIMEOUT:
         raise ConfigError(
             f"--timeout {config.timeout_seconds}: a positive, finite number of seconds is needed"
         )

@@ -20,6 +20,7 @@ from piper_owner.dag.nodes import (
     Compute,
     ComputeKind,
     Sync,
+    SyncKind,
     Transfer,
 )
 from piper_owner.errors import DagError, ExchangeError, TieError
@@ -28,6 +29,7 @@ from piper_owner.executor.buckets import OptimizerFactory, local_buckets
 from piper_owner.executor.pipeline import Mailbox
 from piper_owner.executor.stage import LossFunction, StageRunner
 from piper_owner.ownership import OwnershipPlan, TiePlan
+from piper_owner.p2p_nodes import sync_nodes
 from piper_owner.stepping import ParameterStepper
 from piper_owner.ties import unite
 from piper_owner.transport.base import Fabric, Failure, Group
@@ -72,6 +74,7 @@ class RankExecutor:
         self._groups: dict[tuple[int, ...], Group] = {}
         with self._reporting("start-up"):
             _check_stages(dag, rank, stages)
+            _check_syncs(dag, plan, rank, clips=clip is not None, copies=copies)
             ties = () if copies else plan.held_by(rank)
             united = {tie.name: unite(stages, tie.tie) for tie in ties}
             for tie in ties:
@@ -299,6 +302,33 @@ def _check_planned(tie: TiePlan, rank: int, parameter: nn.Parameter) -> None:
         raise TieError(
             f"tie {tie.tie.names}: the plan has (shape, dtype, requires_grad) {planned}, and rank {rank} "
             f"holds {found}; plan again with the modules as they are, on every rank"
+        )
+
+
+def _check_syncs(dag: TrainingDAG, plan: OwnershipPlan, rank: int, *, clips: bool, copies: bool) -> None:
+    """Raise DagError unless the DAG's syncs are the plan's, in its order, and it clips if it should."""
+    program = dag.programs[rank]
+    planned = () if copies else sync_nodes([tie for tie in plan.ties if tie.requires_grad], rank)
+    for kind in SyncKind:
+        here = [node for node in program if isinstance(node, Sync) and node.kind is kind]
+        wanted = [node for node in planned if node.kind is kind]
+        if here != wanted:
+            raise DagError(
+                f"rank {rank} has {here} in its program where the ownership plan has {wanted}, in this "
+                "order; insert the syncs of this plan with p2p_nodes.executable"
+            )
+    reduced = [node for node in program if isinstance(node, Collective) and node.bucket is not None]
+    ties = {tie.name: tie.ranks for tie in plan.ties}
+    for node in reduced:
+        if not copies or ties.get(str(node.bucket)) != node.ranks:
+            raise DagError(
+                f"rank {rank} has {node!r} in its program: an all-reduce is for the copies of a tie, over "
+                "all of its ranks (p2p_nodes.executable_copies, copies=True)"
+            )
+    if clips != any(isinstance(node, Collective) and node.bucket is None for node in program):
+        raise DagError(
+            f"rank {rank}: clip is {'given' if clips else 'not given'}, and its program does "
+            f"{'not ' if clips else ''}clip; give both or neither"
         )
 
 

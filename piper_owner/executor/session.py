@@ -34,8 +34,8 @@ class StepReport:
 class RankReport:
     """Measured bytes on one rank: of the tied parameters, and of all optimizer state.
 
-    `tied_grads` is the most that the rank held at once in any step; the others are as they are
-    now. A tie whose uses on the rank are one Parameter counts once.
+    `tied_grads` is the largest gradient that the rank had for them when its backwards were done;
+    the others are as they are now. A tie whose uses on the rank are one Parameter counts once.
     """
 
     tied_weights: int = 0

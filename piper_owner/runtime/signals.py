@@ -10,12 +10,12 @@ from types import FrameType
 
 __all__ = ["undisturbed"]
 
-_HELD = (signal.SIGINT, signal.SIGTERM)
+_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Deliver SIGINT and SIGTERM that arrive inside only at the end, to the handlers of before.
+    """Deliver SIGINT, SIGTERM and SIGHUP that arrive inside only at the end, to the handlers of before.
 
     An interrupt in the middle of Ray's start leaves agents of it running for half a minute. Ray
     also replaces the SIGTERM handler; the program's own comes back here. Does nothing outside the

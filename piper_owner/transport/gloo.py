@@ -9,7 +9,10 @@ its own members, and fails within its timeout when one never comes.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
@@ -34,6 +37,7 @@ from piper_owner.transport.base import (
 __all__ = ["FailureBoard", "GlooChannel", "GlooFabric", "GlooGroup"]
 
 _BOARD_KEY: Final = "failure"
+_BOARD_WAIT: Final = timedelta(seconds=3)
 _SOURCE_LOCATION: Final = re.compile(r"\[/[^\]]*\] ?")
 
 # torch's type stubs leave out the methods of this class that torch itself calls.
@@ -56,20 +60,30 @@ class FailureBoard(Board):
 
     def report(self, failure: Failure) -> None:
         """Write `failure` unless somebody wrote before."""
-        try:
-            self._store.compare_set(_BOARD_KEY, "", failure.to_json())
-        except (dist.DistStoreError, RuntimeError):
-            return  # the store's host is gone: there is nobody left to tell
+        self._ask(lambda: self._store.compare_set(_BOARD_KEY, "", failure.to_json()))
 
     def first(self) -> Failure | None:
         """The first failure, or None."""
-        try:
-            if not self._store.check([_BOARD_KEY]):
-                return None
-            text = self._store.get(_BOARD_KEY).decode()
-        except (dist.DistStoreError, RuntimeError):
-            return None  # the wait that asks has an error of its own to show
-        return Failure.from_json(text) if text else None
+        text = self._ask(lambda: self._store.get(_BOARD_KEY) if self._store.check([_BOARD_KEY]) else b"")
+        return Failure.from_json(text.decode()) if text else None
+
+    def _ask(self, question: Callable[[], bytes]) -> bytes:
+        """The store's answer, or nothing where its host is gone, or does not answer in time.
+
+        Some of the store's own calls know no timeout: a host that is stopped would hold the rank
+        that is about to say so.
+        """
+        answers: list[bytes] = []
+
+        def ask() -> None:
+            # Whoever asks has an error of its own to show, or nobody left to tell.
+            with suppress(dist.DistStoreError, RuntimeError):
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, name="failure board", daemon=True)
+        thread.start()
+        thread.join(_BOARD_WAIT.total_seconds())
+        return answers[0] if answers else b""
 
 
 class _GlooWork:
