@@ -97,8 +97,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
         answers = ownership.together(prepare)
         self._inner = made[0]
-        if not any(group["params"] for group in self._inner.param_groups):
-            self._inner.state = TruthyState(dict)
         super().__init__([{"params": []}], {})
         self._ready = True
         self._adopt(answers)
@@ -120,7 +118,12 @@ class OwnerOptimizer(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizer's state, by parameter; no entry for a replica."""
         self._was_state_read = True
-        return self._inner.state
+        state = self._inner.state
+        if not len(state):
+            is_idle = not any(p.requires_grad for group in self.param_groups for p in group["params"])
+            if is_idle != isinstance(state, TruthyState):
+                state = self._inner.state = TruthyState(dict) if is_idle else defaultdict(dict)
+        return state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
@@ -161,8 +164,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         except Exception:
             self._inner.param_groups[:] = before
             raise
-        if self._inner.param_groups[-1]["params"] and not any(group["params"] for group in before):
-            self._inner.state = defaultdict(dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of this rank's parameters, replicas included. Local.
@@ -243,8 +244,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         self._inner.load_state_dict(state_dict)
         self._masters.restore(self._inner, state_dict)
-        if not any(group["params"] for group in self.param_groups):
-            self._inner.state = TruthyState(dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return ""

@@ -83,7 +83,7 @@ def over_master(
 
 
 class TruthyState(defaultdict[torch.Tensor, Any]):
-    """The state of a rank that owns nothing: empty, and yet true.
+    """The state of a rank that has nothing to step: empty, and yet true.
 
     torch.distributed.checkpoint takes an optimizer without state for one that has never stepped,
     and steps it to make its state, which on one rank alone would wait for the others.

@@ -195,6 +195,49 @@ def test_the_state_making_step_is_local_with_frozen_weights_and_hooks(hooked: bo
     assert ranks(2, work) == [True, True]
 
 
+def test_a_warm_up_from_zero_on_a_replica_whose_state_was_read() -> None:
+    """Its lr is 0 and it steps nothing itself, and yet the owner waits for its gradient."""
+
+    def work(fabric: Fabric) -> float:
+        module = Weights({NAMES[fabric.rank]: START, f"stage{fabric.rank}.weight": 1.0})
+        if fabric.rank == 1:
+            module.get_parameter("stage1.weight").requires_grad_(False)
+        own = assign_over(fabric, module, TIE)
+        opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: step / 2)
+        for _ in range(2):
+            add_grad(module.get_parameter(NAMES[fabric.rank]), 1.0)
+            assert "state" in opt.state_dict()
+            assert bool(opt.state) == (fabric.rank == 1)
+            opt.step()
+            opt.zero_grad()
+            schedule.step()
+        assert own.check()
+        return module.get_parameter(NAMES[fabric.rank])[0, 0].item()
+
+    assert ranks(2, work) == [near(-1.1), near(-1.1)]
+
+
+def test_a_weight_thawed_on_an_idle_rank_makes_its_state_known() -> None:
+    def work(fabric: Fabric) -> list[bool]:
+        module = Weights({NAMES[fabric.rank]: START, f"stage{fabric.rank}.weight": 1.0})
+        local = module.get_parameter(f"stage{fabric.rank}.weight")
+        local.requires_grad_(False)
+        own = assign_over(fabric, module, TIE)
+        opt = OwnerOptimizer(module.parameters(), torch.optim.Adam, ownership=own, lr=0.1)
+        seen = [bool(opt.state)]
+        local.requires_grad_(True)
+        seen.append(bool(opt.state))
+        if fabric.rank == 1:
+            get_optimizer_state_dict(module, opt)
+            assert list(opt.state) == [local]
+        local.requires_grad_(False)
+        return [*seen, bool(opt.state), own.check()]
+
+    # The tie is in the owner's groups, so that rank is never idle.
+    assert ranks(2, work) == [[False, False, False, True], [True, False, True, True]]
+
+
 def mixed(fabric: Fabric) -> tuple[list[float], float]:
     """Automatic mixed precision as torch documents it, over a pipeline of an embedding and a head."""
     with process_group(fabric):
