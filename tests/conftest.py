@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 def pytest_configure() -> None:
     # Before any test module imports ray, which reads its settings only then.
     environment.prepare(None)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell that starts the tests in the background has Ctrl+C ignored, in every process below.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
