@@ -810,7 +810,7 @@ def test_opening_and_closing_leaves_nothing_behind(ranks: Ranks, cycles: int, me
         assert abs(growth["threads"]) <= 1, growth
         assert abs(growth["files"]) <= 2, growth
         assert growth["kilobytes"] < 8192, growth
-        assert growth["objects"] < 35, growth
+        assert growth["objects"] < 12 * cycles, growth  # other tests' threads share this process
 
 
 # -- the header and its chunks
