@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from piper_owner.errors import ConfigError, ExchangeError, MessageMismatchError, TieError
-from piper_owner.exchange import Exchange, TiedParameter
+from piper_owner.exchange import Exchange
 from piper_owner.ownership import (
     OwnerChoice,
     OwnershipPlan,
@@ -26,6 +26,7 @@ from piper_owner.ownership import (
     plan_ownership,
 )
 from piper_owner.stages import NameMap, Stage, numbered_stages, refuse_scaled_twice, scale_shared_once
+from piper_owner.tied import TiedParameter
 from piper_owner.ties import describe_uses, unite
 from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
 from piper_owner.transport.agreement import together

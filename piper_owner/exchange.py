@@ -9,66 +9,21 @@ gradient was needed before (`finalize_grads`) or the optimizer is not element-wi
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, assert_never
+from dataclasses import dataclass
+from typing import assert_never
 
 import torch
-from torch import nn
 
 from piper_owner.dag.nodes import Sync, SyncKind
-from piper_owner.errors import ExchangeError, ReplicaMismatchError, TieError
-from piper_owner.ownership import TiePlan
+from piper_owner.errors import ExchangeError
+from piper_owner.replicas import Replicas
+from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad
 from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
 from piper_owner.transport.wire import Header, Phase, row_ranges, rows_per_chunk
 
-__all__ = ["Exchange", "Stepper", "TiedParameter"]
-
-
-class Stepper(Protocol):
-    """Steps one parameter, whole or in slices of its rows."""
-
-    @property
-    def chunkable(self) -> bool:
-        """Whether stepping row slices gives the same bits as stepping the whole."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it steps and takes gradients: the master's, or else the parameter's."""
-        ...
-
-    def step_whole(self, grad: torch.Tensor) -> None:
-        """Step the parameter with `grad`, of its shape and of `dtype`."""
-        ...
-
-    def step_rows(self, start: int, stop: int, grad: torch.Tensor) -> None:
-        """Step rows `start` to `stop` with `grad` (stop - start, ...); ranges come in order."""
-        ...
-
-    def finish(self) -> None:
-        """All rows of this step have been stepped."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class TiedParameter:
-    """This rank's part in one tie; `stepper` is given on the owner and nowhere else."""
-
-    plan: TiePlan
-    parameter: nn.Parameter
-    stepper: Stepper | None = None
-    due: list[int] = field(default_factory=list)
-    """Replicas whose gradient of this step is still to be received, ascending."""
-    wire_dtype: torch.dtype | None = None
-    """The dtype of gradients on the wire, the same on every holder; None: the parameter's."""
-    is_claimed: bool = False
-    """Whether an optimizer lists it."""
-    wide_grad: torch.Tensor | None = None
-    """The combined gradient of `finalize_grads`, where it is wider than `.grad` can be."""
+__all__ = ["Exchange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +47,7 @@ class Exchange:
         self.rank = rank
         self.tied = dict(tied)
         self.lines = dict(lines)
+        self._replicas = Replicas(rank, self.tied, self.lines)
         self._early: dict[int, EarlyReceiver] = {}
         self._begun: int | None = None
         self._sent_early: set[str] = set()
@@ -116,7 +72,7 @@ class Exchange:
         for node in nodes:
             if node.kind is SyncKind.RECV_GRAD:
                 assert node.peer is not None
-                header = self._header(self.tied[node.bucket], Phase.GRAD, step)
+                header = header_of(self.tied[node.bucket], Phase.GRAD, step)
                 expected.setdefault(node.peer, []).append(header)
         self._early = {peer: EarlyReceiver(self.lines[peer], headers) for peer, headers in expected.items()}
 
@@ -183,8 +139,8 @@ class Exchange:
                         whole = torch.empty_like(
                             tie.parameter, dtype=tie.stepper.dtype, memory_format=torch.contiguous_format
                         )
-                    _rows(whole)[update.start : update.stop] = update.grad.view_as(
-                        _rows(whole)[update.start : update.stop]
+                    rows_of(whole)[update.start : update.stop] = update.grad.view_as(
+                        rows_of(whole)[update.start : update.stop]
                     )
                 is_wide = whole is not None and whole.dtype != tie.parameter.dtype
                 tie.parameter.grad = None if is_wide else whole
@@ -211,8 +167,8 @@ class Exchange:
     # -- the replica's side
 
     def _send_grad(self, tie: TiedParameter, step: int, *, copy: bool) -> None:
-        grad, tie.parameter.grad = _take_grad(tie), None
-        header = self._header(tie, Phase.GRAD, step)
+        grad, tie.parameter.grad = take_grad(tie), None
+        header = header_of(tie, Phase.GRAD, step)
         wire = None if grad is None else grad.to(header.dtype)
         self.lines[tie.plan.owner].send(header, wire, copy=copy and wire is grad)
 
@@ -227,14 +183,14 @@ class Exchange:
 
     def _recv_weight(self, tie: TiedParameter, step: int) -> None:
         line = self.lines[tie.plan.owner]
-        self._fill(tie, line.receive(self._header(tie, Phase.WEIGHT, step)))
+        self._fill(tie, line.receive(header_of(tie, Phase.WEIGHT, step)))
         # The owner has answered, so it has the gradient: let its memory go. Not more: the owner may
         # wait for others before it takes the weights that this rank has sent it.
-        line.flush(self._header(tie, Phase.GRAD, step))
+        line.flush(header_of(tie, Phase.GRAD, step))
 
     def _fill(self, tie: TiedParameter, incoming: Incoming) -> None:
         # A copy, not a receive into the parameter: it raises if a graph still needs the old value.
-        rows = _rows(tie.parameter)
+        rows = rows_of(tie.parameter)
         with torch.no_grad():
             for start, stop, chunk in incoming.chunks():
                 rows[start:stop].copy_(chunk.view_as(rows[start:stop]))
@@ -247,11 +203,11 @@ class Exchange:
         for rank in tie.plan.replicas:
             # The weights of the last step may still be on their way. Not more: of two ranks that own
             # ties of each other, each takes the other's gradient only in its own owner step.
-            self.lines[rank].flush(self._header(tie, Phase.WEIGHT, step))
+            self.lines[rank].flush(header_of(tie, Phase.WEIGHT, step))
         if not stepper.chunkable:
             self.finalize_grads(step)
         outgoing: list[Outgoing] | None = None
-        weights = _rows(tie.parameter)
+        weights = rows_of(tie.parameter)
         for update in self._combined(tie, step):
             if outgoing is None:
                 outgoing = self._announce(tie, step, present=True)
@@ -270,19 +226,19 @@ class Exchange:
         tie.parameter.grad = tie.wide_grad = None
 
     def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
-        header = self._header(tie, Phase.WEIGHT, step)
+        header = header_of(tie, Phase.WEIGHT, step)
         return [self.lines[rank].open(header, present=present) for rank in tie.plan.replicas]
 
     def _combined(self, tie: TiedParameter, step: int) -> Iterator[_Update]:
         """The combined gradient, chunk by chunk; nothing when every share of it is None."""
-        own = _take_grad(tie) if tie.wide_grad is None else tie.wide_grad
+        own = take_grad(tie) if tie.wide_grad is None else tie.wide_grad
         assert tie.stepper is not None
         due, tie.due = tie.due, []
         incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
         shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
         if own is None and not shares:
             return
-        header = self._header(tie, Phase.GRAD, step)
+        header = header_of(tie, Phase.GRAD, step)
         chunk_rows = next(
             (message.header.chunk_rows for message in incoming.values() if message.present),
             rows_per_chunk(header.shape, header.dtype.itemsize, self._chunk_bytes(tie)),
@@ -293,9 +249,9 @@ class Exchange:
                 begin, end, rows = next(chunks)
                 assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
                 parts[rank] = rows.to(tie.parameter.device)
-            mine = None if own is None else _rows(own)[start:stop]
+            mine = None if own is None else rows_of(own)[start:stop]
             grad = _add(self.rank, mine, parts)
-            grad = grad.to(tie.stepper.dtype).view_as(_rows(tie.parameter)[start:stop])
+            grad = grad.to(tie.stepper.dtype).view_as(rows_of(tie.parameter)[start:stop])
             yield _Update(start, stop, grad)
         for chunks in shares.values():
             next(chunks, None)
@@ -307,131 +263,23 @@ class Exchange:
             return message
         if early is not None:
             early.settle()
-        return self.lines[rank].receive(self._header(tie, Phase.GRAD, step))
+        return self.lines[rank].receive(header_of(tie, Phase.GRAD, step))
 
     def _chunk_bytes(self, tie: TiedParameter) -> int:
         sizes = [self.lines[rank].chunk_bytes for rank in tie.plan.replicas]
         return sizes[0] if sizes else max(1, tie.parameter.nbytes)
 
-    def _header(self, tie: TiedParameter, phase: Phase, step: int) -> Header:
-        parameter = tie.parameter
-        dtype = tie.wire_dtype if phase is Phase.GRAD and tie.wire_dtype is not None else parameter.dtype
-        return Header(
-            phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=tuple(parameter.shape)
-        )
-
     # -- before the first step, and between steps
 
     def share_values(self, *, warn: bool = True, from_owner: bool = False) -> None:
-        """Give every holder the value of the canonical name's holder, or the owner's. Collective.
-
-        A copy that differed is overwritten, and `warn` shows the largest difference.
-        """
+        """Give every holder the value of the canonical name's holder, or the owner's; see `replicas`."""
         self._settle()
-        differed = []
-        for tie in self.tied.values():
-            owner = tie.plan.owner
-            source = owner if from_owner else tie.plan.source
-            if source != owner and self.rank == source:
-                self._send_value(tie, owner)
-            if source != owner and self.rank == owner:
-                differed.append(self._take_value(tie, source))
-            if self.rank == owner:
-                for rank in tie.plan.replicas:
-                    if rank != source:
-                        self._send_value(tie, rank)
-            elif self.rank != source:
-                differed.append(self._take_value(tie, owner))
-        self.flush()
-        # Not before: where warnings are errors, the other ranks must not be left waiting.
-        for message in differed if warn else ():
-            if message is not None:
-                warnings.warn(message, stacklevel=3)
-
-    def _send_value(self, tie: TiedParameter, peer: int) -> None:
-        self.lines[peer].send(self._header(tie, Phase.VALUE, 0), tie.parameter)
-
-    def _take_value(self, tie: TiedParameter, peer: int) -> str | None:
-        """Overwrite this rank's copy; how it differed, in words, or None."""
-        value = self.lines[peer].receive(self._header(tie, Phase.VALUE, 0)).tensor()
-        assert value is not None
-        value = value.to(tie.parameter.device)
-        if _same_bits(value, tie.parameter):
-            return None
-        difference = _largest_difference(value, tie.parameter)
-        with torch.no_grad():
-            tie.parameter.copy_(value)
-        return (
-            f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
-            f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "
-            f"holds {tie.plan.name!r}, the tie's first name, so its value was taken"
-        )
+        self._replicas.share_values(warn=warn, from_owner=from_owner)
 
     def check(self, step: int) -> bool:
-        """Whether every replica holds the owner's value, bit for bit. Collective over the holders.
-
-        Raises ReplicaMismatchError, on every holder, with the largest difference of a tie.
-        """
+        """Whether every replica holds the owner's value, bit for bit; see `replicas`."""
         self._settle()
-        # All ties before the first raise: the ranks of the next tie may be others.
-        differences = {name: self._difference(tie, step) for name, tie in self.tied.items()}
-        for name, difference in differences.items():
-            plan = self.tied[name].plan
-            if difference != 0.0:
-                raise ReplicaMismatchError(
-                    f"tie {plan.tie.names}: a replica differs from the owner, rank {plan.owner}, by up to "
-                    f"{difference:g} after step {step} (ranks {plan.ranks}); something other than the "
-                    "owner's step has written the weights"
-                )
-        return True
-
-    def _difference(self, tie: TiedParameter, step: int) -> float:
-        """The largest difference of a replica of `tie` to its owner, known to every holder."""
-        value = self._header(tie, Phase.CHECK, step)
-        verdict = Header(phase=Phase.CHECK, subject=tie.plan.name, step=step, dtype=torch.float64, shape=(1,))
-        if self.rank != tie.plan.owner:
-            line = self.lines[tie.plan.owner]
-            theirs = line.receive(value).tensor()
-            assert theirs is not None
-            theirs = theirs.to(tie.parameter.device)
-            worst = 0.0
-            if not _same_bits(theirs, tie.parameter):
-                worst = _largest_difference(theirs, tie.parameter)
-            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
-            answer = line.receive(verdict).tensor()
-            assert answer is not None
-            line.flush()
-            return float(answer)
-        lines = [self.lines[rank] for rank in tie.plan.replicas]
-        for line in lines:
-            line.send(value, tie.parameter)
-        answers = [line.receive(verdict).tensor() for line in lines]
-        worst = max((float(answer) for answer in answers if answer is not None), default=0.0)
-        for line in lines:
-            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
-            line.flush()
-        return worst
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` detached, with a first dimension to slice: a scalar becomes one row."""
-    tensor = tensor.detach()
-    return tensor if tensor.dim() else tensor.view(1)
-
-
-def _take_grad(tie: TiedParameter) -> torch.Tensor | None:
-    """The gradient of the tied parameter on this rank, dense.
-
-    An nn.Embedding(sparse=True) gives a sparse one; the sum with the head's is dense.
-    """
-    grad = tie.parameter.grad
-    main = getattr(tie.parameter, "main_grad", None)
-    if main is not None and (grad is None or bool(main.count_nonzero())):
-        raise TieError(
-            f"tie {tie.plan.tie.names}: the parameter has a .main_grad beside .grad, and only .grad is "
-            "exchanged. Move the sum into .grad before the step, and leave main_grad unset or zero"
-        )
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+        return self._replicas.check(step)
 
 
 def _add(rank: int, own: torch.Tensor | None, parts: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -455,17 +303,3 @@ def _add(rank: int, own: torch.Tensor | None, parts: dict[int, torch.Tensor]) ->
         else:
             total, borrowed = total + share, False
     return total
-
-
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.equal(
-        one.detach().contiguous().reshape(-1).view(torch.uint8),
-        two.detach().contiguous().reshape(-1).view(torch.uint8),
-    )
-
-
-def _largest_difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The largest absolute difference of two tensors that differ; infinite where one is not finite."""
-    difference = (one.detach().double() - two.detach().double()).abs()
-    # Not 0 for values such as 0.0 and -0.0, which differ in their bits alone.
-    return float(difference.nan_to_num(nan=float("inf")).max()) or math.ulp(0.0)

@@ -9,10 +9,9 @@ inner optimizer's own.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from piper_owner.assignment import Ownership
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ConfigError, ExchangeError
-from piper_owner.exchange import TiedParameter
 from piper_owner.p2p_nodes import sync_nodes
 from piper_owner.param_groups import (
     check_class,
@@ -34,16 +32,17 @@ from piper_owner.stepping import (
     ELEMENT_WISE,
     Masters,
     ParameterStepper,
-    TruthyState,
     state_bytes,
     unhooked_step,
 )
+from piper_owner.tied import TiedParameter
 from piper_owner.transport import BytesSent
+from piper_owner.wrapping import WrappingOptimizer
 
 __all__ = ["ELEMENT_WISE", "OwnerOptimizer", "ParameterStepper", "state_bytes"]
 
 
-class OwnerOptimizer(torch.optim.Optimizer):
+class OwnerOptimizer(WrappingOptimizer):
     """`optimizer_class` over `params`, with every tie of `ownership` stepped once, by its owner.
 
         opt = piper_owner.OwnerOptimizer(model.parameters(), torch.optim.AdamW, ownership=own, lr=3e-4)
@@ -73,7 +72,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         **defaults: Any,  # noqa: ANN401 - the options of any optimizer
     ) -> None:
-        self._ready = False
         self._ownership = ownership
         self._exchange = ownership.exchange
         self._grad_dtype = grad_dtype
@@ -82,7 +80,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._is_exchanged = False
         self.is_syncing = True
         """False inside `no_sync`."""
-        self._was_state_read = False
         self.sent = BytesSent()
         """Bytes of the tied sync that this rank sent in its last step, by kind."""
         groups: list[dict[str, Any]] = []
@@ -96,49 +93,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
             return self._listing(groups, made[0])
 
         answers = ownership.together(prepare)
-        self._inner = made[0]
-        super().__init__([{"params": []}], {})
-        self._ready = True
+        super().__init__(made[0])
         self._adopt(answers)
         ownership.on_sync.append(self._masters.refill)
 
     # -- what torch expects of an optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups. A replica is in none of them; its group may be empty."""
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._ready:
-            self._inner.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The inner optimizer's state, by parameter; no entry for a replica."""
-        self._was_state_read = True
-        state = self._inner.state
-        if not len(state):
-            is_idle = not any(p.requires_grad for group in self.param_groups for p in group["params"])
-            if is_idle != isinstance(state, TruthyState):
-                state = self._inner.state = TruthyState(dict) if is_idle else defaultdict(dict)
-        return state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        if self._ready:
-            self._inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self._inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if self._ready:
-            self._inner.defaults = defaults
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -147,7 +106,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in any torch optimizer. Collective: every rank adds one, maybe empty."""
-        if not self._ready:
+        if not self._is_wrapping:
             return  # torch's own constructor: the inner optimizer has its groups already
         before = self._inner.param_groups[:]
 
@@ -217,16 +176,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step_now)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the inner optimizer gives: its groups, and the state of what this rank steps. Local."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        found = self._inner.state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, found)
-            found = found if changed is None else changed
-        return found
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, then give every replica its owner's value. Collective.
 
@@ -238,30 +187,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
             self._exchange.flush()
             self._exchange.share_values(warn=False, from_owner=True)
 
-    def _load(self, state_dict: dict[str, Any]) -> str:
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        self._inner.load_state_dict(state_dict)
+    def _restore(self, state_dict: dict[str, Any]) -> None:
         self._masters.restore(self._inner, state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-        return ""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._inner.__setstate__(state)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce_ex__(2)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "an OwnerOptimizer holds connections to other ranks and cannot be copied or pickled; save "
-            "state_dict() and load it into one that was made with the other ranks"
-        )
-
-    def __repr__(self) -> str:
-        return f"OwnerOptimizer over {self._inner!r}"
 
     # -- what this optimizer adds
 
@@ -403,19 +330,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         for tie in self._ties.values():
             if tie.plan.owner == self._ownership.rank and tie.stepper is None:
                 tie.stepper = ParameterStepper(self._inner, tie.parameter, self._masters.get(tie.parameter))
-
-    def _is_making_state(self) -> bool:
-        """Whether this step only makes the state, as torch.distributed.checkpoint does before it loads.
-
-        It finds `state` empty, zeroes every lr, and gives every parameter a zero gradient; such a step
-        is local. A warm-up may begin with an lr of 0 too, but nobody reads `state` in between.
-        """
-        if not self._was_state_read or len(self._inner.state):
-            return False
-        if any(float(group.get("lr", 1.0)) for group in self.param_groups):
-            return False
-        live = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return bool(live) and all(p.grad is not None and not p.grad.count_nonzero() for p in live)
 
     def _refuse_plain_scaler(self) -> None:
         if "found_inf" in self.__dict__ and self._step_supports_amp_scaling:

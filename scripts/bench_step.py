@@ -27,9 +27,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import TCPStore
 
 from piper_owner.dag.nodes import Sync, SyncKind
-from piper_owner.exchange import Exchange, TiedParameter
+from piper_owner.exchange import Exchange
 from piper_owner.ownership import Holder, Tie, TiePlan, Use
 from piper_owner.stepping import ParameterStepper
+from piper_owner.tied import TiedParameter
 from piper_owner.transport import GlooFabric, Group, Line
 
 TIE = "table"

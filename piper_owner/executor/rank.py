@@ -24,13 +24,14 @@ from piper_owner.dag.nodes import (
     Transfer,
 )
 from piper_owner.errors import DagError, ExchangeError, TieError
-from piper_owner.exchange import Exchange, TiedParameter
+from piper_owner.exchange import Exchange
 from piper_owner.executor.buckets import OptimizerFactory, local_buckets
 from piper_owner.executor.pipeline import Mailbox
 from piper_owner.executor.stage import LossFunction, StageRunner
 from piper_owner.ownership import OwnershipPlan, TiePlan
 from piper_owner.p2p_nodes import sync_nodes
 from piper_owner.stepping import ParameterStepper
+from piper_owner.tied import TiedParameter
 from piper_owner.ties import unite
 from piper_owner.transport.base import Fabric, Failure, Group
 from piper_owner.transport.messages import BytesSent, Line

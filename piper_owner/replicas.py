@@ -1,0 +1,126 @@
+"""Makes every copy of a tie the owner's value before the first step, and proves it between steps."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from piper_owner.errors import ReplicaMismatchError
+from piper_owner.tied import TiedParameter, header_of
+from piper_owner.transport.messages import Line
+from piper_owner.transport.wire import Header, Phase
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """The copies of one rank's ties; arguments as for `exchange.Exchange`."""
+
+    def __init__(self, rank: int, tied: Mapping[str, TiedParameter], lines: Mapping[int, Line]) -> None:
+        self.rank, self.tied, self.lines = rank, tied, lines
+
+    def share_values(self, *, warn: bool, from_owner: bool) -> None:
+        """Give every holder the value of the canonical name's holder, or the owner's. Collective.
+
+        A copy that differed is overwritten, and `warn` shows the largest difference.
+        """
+        differed = []
+        for tie in self.tied.values():
+            owner = tie.plan.owner
+            source = owner if from_owner else tie.plan.source
+            if source != owner and self.rank == source:
+                self._send_value(tie, owner)
+            if source != owner and self.rank == owner:
+                differed.append(self._take_value(tie, source))
+            if self.rank == owner:
+                for rank in tie.plan.replicas:
+                    if rank != source:
+                        self._send_value(tie, rank)
+            elif self.rank != source:
+                differed.append(self._take_value(tie, owner))
+        for line in self.lines.values():
+            line.flush()
+        # Not before: where warnings are errors, the other ranks must not be left waiting.
+        for message in differed if warn else ():
+            if message is not None:
+                warnings.warn(message, stacklevel=4)
+
+    def _send_value(self, tie: TiedParameter, peer: int) -> None:
+        self.lines[peer].send(header_of(tie, Phase.VALUE, 0), tie.parameter)
+
+    def _take_value(self, tie: TiedParameter, peer: int) -> str | None:
+        """Overwrite this rank's copy; how it differed, in words, or None."""
+        value = self.lines[peer].receive(header_of(tie, Phase.VALUE, 0)).tensor()
+        assert value is not None
+        value = value.to(tie.parameter.device)
+        if _same_bits(value, tie.parameter):
+            return None
+        difference = _largest_difference(value, tie.parameter)
+        with torch.no_grad():
+            tie.parameter.copy_(value)
+        return (
+            f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
+            f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "
+            f"holds {tie.plan.name!r}, the tie's first name, so its value was taken"
+        )
+
+    def check(self, step: int) -> bool:
+        """Whether every replica holds the owner's value, bit for bit. Collective over the holders.
+
+        Raises ReplicaMismatchError, on every holder, with the largest difference of a tie.
+        """
+        # All ties before the first raise: the ranks of the next tie may be others.
+        differences = {name: self._difference(tie, step) for name, tie in self.tied.items()}
+        for name, difference in differences.items():
+            plan = self.tied[name].plan
+            if difference != 0.0:
+                raise ReplicaMismatchError(
+                    f"tie {plan.tie.names}: a replica differs from the owner, rank {plan.owner}, by up to "
+                    f"{difference:g} after step {step} (ranks {plan.ranks}); something other than the "
+                    "owner's step has written the weights"
+                )
+        return True
+
+    def _difference(self, tie: TiedParameter, step: int) -> float:
+        """The largest difference of a replica of `tie` to its owner, known to every holder."""
+        value = header_of(tie, Phase.CHECK, step)
+        verdict = Header(phase=Phase.CHECK, subject=tie.plan.name, step=step, dtype=torch.float64, shape=(1,))
+        if self.rank != tie.plan.owner:
+            line = self.lines[tie.plan.owner]
+            theirs = line.receive(value).tensor()
+            assert theirs is not None
+            theirs = theirs.to(tie.parameter.device)
+            worst = 0.0
+            if not _same_bits(theirs, tie.parameter):
+                worst = _largest_difference(theirs, tie.parameter)
+            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
+            answer = line.receive(verdict).tensor()
+            assert answer is not None
+            line.flush()
+            return float(answer)
+        lines = [self.lines[rank] for rank in tie.plan.replicas]
+        for line in lines:
+            line.send(value, tie.parameter)
+        answers = [line.receive(verdict).tensor() for line in lines]
+        worst = max((float(answer) for answer in answers if answer is not None), default=0.0)
+        for line in lines:
+            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
+            line.flush()
+        return worst
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.equal(
+        one.detach().contiguous().reshape(-1).view(torch.uint8),
+        two.detach().contiguous().reshape(-1).view(torch.uint8),
+    )
+
+
+def _largest_difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest absolute difference of two tensors that differ; infinite where one is not finite."""
+    difference = (one.detach().double() - two.detach().double()).abs()
+    # Not 0 for values such as 0.0 and -0.0, which differ in their bits alone.
+    return float(difference.nan_to_num(nan=float("inf")).max()) or math.ulp(0.0)

@@ -1,0 +1,86 @@
+"""This rank's part in one tie: its parameter, its gradient, and the headers of its messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from piper_owner.errors import TieError
+from piper_owner.ownership import TiePlan
+from piper_owner.transport.wire import Header, Phase
+
+__all__ = ["Stepper", "TiedParameter", "header_of", "rows_of", "take_grad"]
+
+
+class Stepper(Protocol):
+    """Steps one parameter, whole or in slices of its rows."""
+
+    @property
+    def chunkable(self) -> bool:
+        """Whether stepping row slices gives the same bits as stepping the whole."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it steps and takes gradients: the master's, or else the parameter's."""
+        ...
+
+    def step_whole(self, grad: torch.Tensor) -> None:
+        """Step the parameter with `grad`, of its shape and of `dtype`."""
+        ...
+
+    def step_rows(self, start: int, stop: int, grad: torch.Tensor) -> None:
+        """Step rows `start` to `stop` with `grad` (stop - start, ...); ranges come in order."""
+        ...
+
+    def finish(self) -> None:
+        """All rows of this step have been stepped."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TiedParameter:
+    """This rank's part in one tie; `stepper` is given on the owner and nowhere else."""
+
+    plan: TiePlan
+    parameter: nn.Parameter
+    stepper: Stepper | None = None
+    due: list[int] = field(default_factory=list)
+    """Replicas whose gradient of this step is still to be received, ascending."""
+    wire_dtype: torch.dtype | None = None
+    """The dtype of gradients on the wire, the same on every holder; None: the parameter's."""
+    is_claimed: bool = False
+    """Whether an optimizer lists it."""
+    wide_grad: torch.Tensor | None = None
+    """The combined gradient of `finalize_grads`, where it is wider than `.grad` can be."""
+
+
+def header_of(tie: TiedParameter, phase: Phase, step: int) -> Header:
+    """The header of a message about the whole of `tie`."""
+    parameter = tie.parameter
+    dtype = tie.wire_dtype if phase is Phase.GRAD and tie.wire_dtype is not None else parameter.dtype
+    return Header(phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=tuple(parameter.shape))
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` detached, with a first dimension to slice: a scalar becomes one row."""
+    tensor = tensor.detach()
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def take_grad(tie: TiedParameter) -> torch.Tensor | None:
+    """The gradient of the tied parameter on this rank, dense.
+
+    An nn.Embedding(sparse=True) gives a sparse one; the sum with the head's is dense.
+    """
+    grad = tie.parameter.grad
+    main = getattr(tie.parameter, "main_grad", None)
+    if main is not None and (grad is None or bool(main.count_nonzero())):
+        raise TieError(
+            f"tie {tie.plan.tie.names}: the parameter has a .main_grad beside .grad, and only .grad is "
+            "exchanged. Move the sum into .grad before the step, and leave main_grad unset or zero"
+        )
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
