@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import pickle
 import queue
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -35,7 +31,6 @@ transformers: Any = pytest.importorskip(
     "transformers", reason="needs the hf extra: pip install 'piper-owner[hf]'"
 )
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 VOCABULARY: Final = 97
 WAIT_SECONDS: Final = 60.0
 NUM_LAYERS: Final = 4
@@ -407,20 +402,6 @@ def test_two_ranks_train_as_the_unsplit_model(name: str, dtype: str) -> None:
     if dtype == "float64":
         for key, parameter in model.named_parameters(remove_duplicate=False):
             torch.testing.assert_close(weights[key], parameter, rtol=0, atol=tolerance)
-
-
-def test_example_runs_under_torchrun() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "examples" / "huggingface.py")],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal" in done.stdout
 
 
 # -- what cannot be split
