@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -133,6 +134,9 @@ class Case:
     """Of the tie of embedding and head, and of that of the layers."""
     modules: bool = False
     """Whether assign_owners is given the modules, and not the PipelineStages."""
+    shares_layers: bool = True
+    """Whether layers share a weight, beside the embedding and the head."""
+    defer_pp_recv: bool = False
 
     def __str__(self) -> str:
         flags = [
@@ -156,6 +160,8 @@ class Case:
     def mixed(self) -> tuple[int, ...]:
         """Layers that share a weight: on two ranks and, with two stages a rank, on each of them twice."""
         last = self.num_stages - 1
+        if not self.shares_layers:
+            return ()
         if SCHEDULES[self.schedule] in SINGLE:
             return (0, last)
         if SCHEDULES[self.schedule] in V_SHAPED:
@@ -183,6 +189,7 @@ class Case:
         if issubclass(kind, PipelineScheduleSingle):
             return kind(stages[0], self.microbatches, **options)
         assert issubclass(kind, PipelineScheduleMulti)
+        options |= {"defer_pp_recv": True} if self.defer_pp_recv else {}
         return kind(stages, self.microbatches, **options)  # type: ignore[arg-type]
 
 
@@ -399,6 +406,7 @@ def first_step_error(fabric: Fabric, case: Case) -> str:
         except po.PiperOwnerError as error:
             after = weights_of(here.modules)
             assert all(torch.equal(after[name], value) for name, value in before.items())
+            assert not any(here.opt.state.values())
             return f"{type(error).__name__}: {error}"
     return ""
 
@@ -411,6 +419,88 @@ def test_a_gradient_that_was_scaled_twice_is_refused_on_every_rank(rank_pool: Ra
     assert f"{name} has divided its gradient by the 8 microbatches once for each of the stages" in errors[0]
     assert "attach(schedule, opt)" in errors[0]
     assert f"{name} has divided" in errors[1]
+
+
+def test_ranks_that_hold_no_tie_learn_of_a_gradient_that_was_scaled_twice(rank_pool: RankPool) -> None:
+    case = Case(schedule="ScheduleZBVZeroBubble", ranks=4, attached=False, modules=True, shares_layers=False)
+    errors = rank_pool.run(4, first_step_error, case)
+    assert all(error.startswith("ConfigError") for error in errors)
+    assert all("tie 'embed.weight': ScheduleZBVZeroBubble has divided" in error for error in errors)
+
+
+def drift(fabric: Fabric, case: Case) -> dict[str, Tensor]:
+    with loop(fabric, case) as here:
+        for pass_ in range(case.accumulate):
+            here.run(0, pass_)
+        here.opt.finalize_grads()
+        parameters = [item for module in here.modules for item in module.named_parameters()]
+        return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def test_torch_scales_what_was_accumulated_again(rank_pool: RankPool) -> None:
+    """Guards our assumption that it does, to parameters without a tie too, and that `attach` does not."""
+    case = Case(schedule="ScheduleGPipe", ranks=2, accumulate=2, attached=False)
+    model = case.model
+    passes = []
+    for pass_ in range(2):
+        ids, labels = case.batch(0, pass_)
+        mean_loss(model(ids), labels).backward()
+        passes.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    first, both = passes
+    found = {name: grad for rank in rank_pool.run(2, drift, case) for name, grad in rank.items()}
+    assert "layers.1.own.weight" in found
+    for name, grad in found.items():
+        wrong = both[name] - first[name] + first[name] / case.microbatches
+        torch.testing.assert_close(grad, wrong, rtol=0, atol=1e-12)
+        assert float((grad - both[name]).abs().max()) > 1e-3
+
+
+def attach_error(fabric: Fabric, case: Case) -> str:
+    try:
+        with loop(fabric, case):
+            return ""
+    except po.ConfigError as error:
+        return str(error)
+
+
+SWAPPED: Final = [
+    ("ScheduleInterleavedZeroBubble", 2),
+    ("ScheduleZBVZeroBubble", 2),
+    ("ScheduleZBVZeroBubble", 4),
+    ("ScheduleDualPipeV", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks"), SWAPPED)
+def test_deferred_receives_in_another_order_are_refused_on_every_rank(
+    rank_pool: RankPool, name: str, ranks: int
+) -> None:
+    errors = rank_pool.run(ranks, attach_error, Case(schedule=name, ranks=ranks, defer_pp_recv=True))
+    assert len(set(errors)) == 1
+    assert re.match(rf"{name}: rank (\d) takes what comes from rank (?!\1)\d for the ", errors[0])
+    assert "without defer_pp_recv=True" in errors[0]
+
+
+@pytest.mark.parametrize(("name", "ranks"), SWAPPED[:2])
+def test_torch_trains_wrongly_with_receives_in_another_order(
+    rank_pool: RankPool, name: str, ranks: int
+) -> None:
+    """Guards our assumption that it does, without an error."""
+    case = Case(schedule=name, ranks=ranks, attached=False, defer_pp_recv=True)
+    assert largest_difference(rank_pool.run(ranks, train, case), alone(case)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("ScheduleLoopedBFS", 2),
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleInterleavedZeroBubble", 4),
+        ("ScheduleDualPipeV", 2),
+    ],
+)
+def test_deferred_receives_in_order_are_fine(rank_pool: RankPool, name: str, ranks: int) -> None:
+    check_run(rank_pool, Case(schedule=name, ranks=ranks, defer_pp_recv=True))
 
 
 def test_modules_are_fine_where_nothing_scales(rank_pool: RankPool) -> None:

@@ -10,7 +10,9 @@ torch's classes stay as they are: `attach` sets attributes of the schedule and s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,9 @@ from torch.distributed.pipelining import Pipe
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+    _ComputationType,
     _PipelineSchedule,
+    _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -52,11 +56,15 @@ def attach(schedule: _PipelineSchedule, opt: OwnerOptimizer) -> None:
     `opt.step()` returns with the new weights, as without. On a rank that leaves `attach` out
     gradients leave in `opt.step()`. Attaching another schedule over the same stages is fine.
 
-    Raises ConfigError for anything else than a schedule and an OwnerOptimizer.
+    Raises ConfigError for anything else than a schedule and an OwnerOptimizer; and, on every rank, for
+    a schedule whose ranks receive in another order than they send, as `defer_pp_recv=True` makes of
+    some: torch trains on the wrong activations there, without a word.
     """
     if not isinstance(opt, OwnerOptimizer):
         raise ConfigError(f"attach(schedule, opt): opt is a {type(opt).__name__}, not an OwnerOptimizer")
     stages = _stages_of(schedule)
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        _refuse_swapped_receives(schedule)
     scale_shared_once(stages)
     progress = _Progress(opt)
     for stage in stages:
@@ -82,6 +90,42 @@ def _stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
                 f"attach(schedule, opt): {type(schedule).__name__} is no schedule of "
                 "torch.distributed.pipelining"
             )
+
+
+def _refuse_swapped_receives(schedule: _PipelineScheduleRuntime) -> None:
+    """Raise ConfigError if a rank receives from another in an order that is not that of the sends.
+
+    Messages between two ranks are matched by their order alone. Every rank knows all orders, so
+    all of them raise.
+    """
+    ranks = schedule.stage_index_to_group_rank
+    sent: dict[tuple[int, int], list[str]] = defaultdict(list)
+    received: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        for action in actions:
+            here, kind = action.stage_index, action.computation_type
+            match kind:
+                case _ComputationType.SEND_F | _ComputationType.RECV_B:
+                    there = here + 1
+                case _ComputationType.SEND_B | _ComputationType.RECV_F:
+                    there = here - 1
+                case _:
+                    continue
+            what = "activation" if kind in (_ComputationType.SEND_F, _ComputationType.RECV_F) else "gradient"
+            message = f"the {what} of microbatch {action.microbatch_index} for stage"
+            if kind in (_ComputationType.SEND_F, _ComputationType.SEND_B):
+                sent[rank, ranks[there]].append(f"{message} {there}")
+            else:
+                received[ranks[there], rank].append(f"{message} {here}")
+    for sender, receiver in sorted({*sent, *received}):
+        for is_sent, is_received in zip_longest(sent[sender, receiver], received[sender, receiver]):
+            if is_sent != is_received:
+                raise ConfigError(
+                    f"{type(schedule).__name__}: rank {receiver} takes what comes from rank {sender} for "
+                    f"{is_received}, but it is {is_sent}. torch matches messages of two ranks by their order "
+                    "alone, so the run would be wrong without an error; make the schedule without "
+                    "defer_pp_recv=True"
+                )
 
 
 class _Progress:
