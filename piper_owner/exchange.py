@@ -17,6 +17,7 @@ import torch
 
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ExchangeError
+from piper_owner.freezing import Freezing
 from piper_owner.replicas import Replicas
 from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad
 from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
@@ -48,6 +49,7 @@ class Exchange:
         self.tied = dict(tied)
         self.lines = dict(lines)
         self._replicas = Replicas(rank, self.tied, self.lines)
+        self._freezing = Freezing(rank, self.tied, self.lines)
         self._early: dict[int, EarlyReceiver] = {}
         self._begun: int | None = None
         self._sent_early: set[str] = set()
@@ -68,7 +70,7 @@ class Exchange:
         self._begun = step
         self._sent_early.clear()
         self._bytes_sent_early = BytesSent()
-        expected: dict[int, list[Header]] = {}
+        expected = self._freezing.awaited()
         for node in nodes:
             if node.kind is SyncKind.RECV_GRAD:
                 assert node.peer is not None
@@ -124,6 +126,22 @@ class Exchange:
                 self._recv_weight(tie, step)
             case _:
                 assert_never(node.kind)
+
+    def announce(self, tie: TiedParameter, step: int) -> None:
+        """Tell the peers of `tie` that it is frozen from `step` on, or that it is not any more. Local.
+
+        It comes before every other message of the step, `begin` included; `agree` follows.
+        """
+        self._freezing.announce(tie, step)
+
+    def agree(self, step: int, *, if_announced: bool = False) -> None:
+        """Wait until it is sure that every peer has frozen what this rank has; steps nothing.
+
+        Raises MessageMismatchError naming tie and ranks if not. Without a change here it only waits for
+        the first gradient of each replica to be announced, or for nothing `if_announced`.
+        """
+        if self._freezing.is_pending or not if_announced:
+            self._freezing.agree(step, self._early)
 
     def finalize_grads(self, step: int) -> None:
         """Receive all gradients that are due; the sums go into the owners' `.grad` or `wide_grad`.
@@ -183,7 +201,10 @@ class Exchange:
 
     def _recv_weight(self, tie: TiedParameter, step: int) -> None:
         line = self.lines[tie.plan.owner]
-        self._fill(tie, line.receive(header_of(tie, Phase.WEIGHT, step)))
+        header = header_of(tie, Phase.WEIGHT, step)
+        with self._freezing.naming(line, header):
+            incoming = line.receive(header)
+        self._fill(tie, incoming)
         # The owner has answered, so it has the gradient: let its memory go. Not more: the owner may
         # wait for others before it takes the weights that this rank has sent it.
         line.flush(header_of(tie, Phase.GRAD, step))
@@ -257,13 +278,16 @@ class Exchange:
             next(chunks, None)
 
     def _grad_from(self, rank: int, tie: TiedParameter, step: int) -> Incoming | EarlyIncoming:
+        return self._receive(rank, header_of(tie, Phase.GRAD, step))
+
+    def _receive(self, rank: int, header: Header) -> Incoming | EarlyIncoming:
         early = self._early.get(rank)
-        message = None if early is None else early.take(tie.plan.name)
+        message = None if early is None else early.take(header)
         if message is not None:
             return message
         if early is not None:
             early.settle()
-        return self.lines[rank].receive(header_of(tie, Phase.GRAD, step))
+        return self.lines[rank].receive(header)
 
     def _chunk_bytes(self, tie: TiedParameter) -> int:
         sizes = [self.lines[rank].chunk_bytes for rank in tie.plan.replicas]

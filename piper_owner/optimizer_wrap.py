@@ -78,6 +78,7 @@ class OwnerOptimizer(WrappingOptimizer):
         self._masters = Masters(master_dtype)
         self._ties: dict[str, TiedParameter] = {}
         self._is_exchanged = False
+        self._has_looked = False
         self.is_syncing = True
         """False inside `no_sync`."""
         self.sent = BytesSent()
@@ -147,8 +148,12 @@ class OwnerOptimizer(WrappingOptimizer):
         every replica on this rank holds the owner's new value. Step pre-hooks see the gradients
         that will be used, or, as in torch, run before a closure. Collective.
 
+        A tie is frozen or thawed (`requires_grad_`) on all of its holders before the same step, or before
+        the same `schedule.step` under `attach`; a frozen one costs no message.
+
         Raises ExchangeError naming tie, ranks, phase and step when a peer fails, is in another
-        step, or sends something else; ConfigError under a plain GradScaler on several ranks.
+        step, has frozen another tie, or sends something else; ConfigError under a plain GradScaler on
+        several ranks.
         """
         self._refuse_plain_scaler()
         try:  # not `reporting`: a rank without ties pays for what it does not need
@@ -206,6 +211,7 @@ class OwnerOptimizer(WrappingOptimizer):
         """
         with self._ownership.reporting(f"the exchange of gradients in step {self._ownership.step}"):
             self._send_grads()
+            self._exchange.agree(self._ownership.step)
             self._exchange.finalize_grads(self._ownership.step)
 
     @torch.no_grad()
@@ -274,6 +280,7 @@ class OwnerOptimizer(WrappingOptimizer):
                 "gradients of ties. Put all but the last pass of an accumulation into `with opt.no_sync():`; "
                 "after a pass that is not to be stepped call opt.skip_step() on every rank"
             )
+        self._look_at_frozen()
         self._exchange.begin(self._nodes(), step)
 
     def send_early(self, ready: Container[str]) -> None:
@@ -293,7 +300,7 @@ class OwnerOptimizer(WrappingOptimizer):
             self.finalize_grads()
         for tie in self._ties.values():
             tie.wide_grad = None
-        self._is_exchanged = False
+        self._is_exchanged = self._has_looked = False
         self._ownership.step += 1
 
     # -- inside
@@ -315,6 +322,7 @@ class OwnerOptimizer(WrappingOptimizer):
                     "OwnerOptimizer too; a tie is stepped by one optimizer"
                 )
             options |= {"grad_dtype": str(self._grad_dtype), "master_dtype": str(self._masters.dtype)}
+            options["requires_grad"] = tie.parameter.requires_grad
         return json.dumps(listed)
 
     def _adopt(self, answers: list[str]) -> None:
@@ -326,6 +334,7 @@ class OwnerOptimizer(WrappingOptimizer):
             if name in listings[self._ownership.rank]:
                 self._ties[name] = tie
                 tie.is_claimed, tie.wire_dtype = True, self._grad_dtype
+                tie.is_live = tie.parameter.requires_grad
         self._masters.make(self.param_groups)
         for tie in self._ties.values():
             if tie.plan.owner == self._ownership.rank and tie.stepper is None:
@@ -354,13 +363,25 @@ class OwnerOptimizer(WrappingOptimizer):
             return
         self._is_exchanged = True
         self._exchange.take_bytes_sent()
+        self._look_at_frozen()
         for node in self._nodes():
             if node.kind in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
                 self._exchange.run(node, self._ownership.step)
+        self._exchange.agree(self._ownership.step, if_announced=True)
+
+    def _look_at_frozen(self) -> None:
+        """See which ties are frozen, once in a step, before its first message."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        for tie in self._ties.values():
+            if tie.is_live != tie.parameter.requires_grad:
+                tie.is_live = tie.parameter.requires_grad
+                self._exchange.announce(tie, self._ownership.step)
 
     def _nodes(self) -> tuple[Sync, ...]:
         """This rank's sync nodes of one step; a frozen tie has none."""
-        live = [tie.plan for tie in self._ties.values() if tie.parameter.requires_grad]
+        live = [tie.plan for tie in self._ties.values() if tie.is_live]
         return sync_nodes(live, self._ownership.rank)
 
     def _step_all(self) -> None:
@@ -372,16 +393,17 @@ class OwnerOptimizer(WrappingOptimizer):
         else:
             self._ownership.check_scaling()  # the first time it is collective
             self._step_inner()
-        self._is_exchanged = False
+        self._is_exchanged = self._has_looked = False
         self._ownership.step += 1
 
     def _step_ties(self) -> None:
         """Step the inner optimizer, and the ties with it, or behind it while they stream."""
         ties = self._ties
         steppers = {name: t.stepper for name, t in ties.items() if isinstance(t.stepper, ParameterStepper)}
-        live = {name for name in steppers if ties[name].parameter.requires_grad}
+        live = {name for name in steppers if ties[name].is_live}
         is_streamed = all(steppers[name].chunkable for name in live)
         if not is_streamed:
+            self._exchange.agree(self._ownership.step)
             self._exchange.finalize_grads(self._ownership.step)
         # The inner optimizer passes over parameters without a gradient.
         hidden = [ties[name] for name in steppers if is_streamed or name not in live]
@@ -393,6 +415,7 @@ class OwnerOptimizer(WrappingOptimizer):
             tie.parameter.grad, tie.wide_grad = grad, wide_grad
         for name in live:
             steppers[name].is_stepped = not is_streamed
+        self._exchange.agree(self._ownership.step)
         for node in self._nodes():
             if node.kind not in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
                 self._exchange.run(node, self._ownership.step)

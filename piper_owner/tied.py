@@ -54,6 +54,8 @@ class TiedParameter:
     """The dtype of gradients on the wire, the same on every holder; None: the parameter's."""
     is_claimed: bool = False
     """Whether an optimizer lists it."""
+    is_live: bool = True
+    """Whether it requires a gradient in this step, as all holders have to agree."""
     wide_grad: torch.Tensor | None = None
     """The combined gradient of `finalize_grads`, where it is wider than `.grad` can be."""
 

@@ -249,11 +249,12 @@ def test_a_backward_after_the_schedule_is_refused(rank_pool: RankPool) -> None:
     assert "rank 1 failed first" in errors[0]
 
 
-def frozen(fabric: Fabric, case: Case) -> tuple[int, int, bool]:
+def frozen(fabric: Fabric, case: Case) -> tuple[list[int], list[bool]]:
     with loop(fabric, case) as here:
         start = weights_of(here.modules)
         counts = []
-        for step, live in enumerate((False, True)):
+        moves = []
+        for step, live in enumerate((False, False, True, True, False)):
             for tie in here.own.exchange.tied.values():
                 tie.parameter.requires_grad_(live)
             before = num_messages(here.own)
@@ -262,14 +263,45 @@ def frozen(fabric: Fabric, case: Case) -> tuple[int, int, bool]:
             here.opt.zero_grad()
             counts.append(num_messages(here.own) - before)
             name = "embed.weight" if fabric.rank == 0 else "head.weight"
-            moved = not torch.equal(weights_of(here.modules)[name], start[name])
-            assert moved == live
-        return counts[0], counts[1], here.own.check()
+            moves.append(not torch.equal(weights_of(here.modules)[name], start[name]))
+            start = weights_of(here.modules)
+            assert here.own.check()
+        return counts, moves
 
 
-def test_a_tie_that_thaws_is_sent_from_then_on(rank_pool: RankPool) -> None:
-    case = Case(schedule="Schedule1F1B", ranks=2)
-    assert rank_pool.run(2, frozen, case) == [(0, 2, True)] * 2
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_tie_that_thaws_is_sent_from_then_on(rank_pool: RankPool, attached: bool) -> None:
+    """Each rank announces a change of each of the two ties once."""
+    case = Case(schedule="Schedule1F1B", ranks=2, attached=attached)
+    found = rank_pool.run(2, frozen, case)
+    assert found == [([2, 0, 4, 2, 2], [False, False, True, True, False])] * 2
+
+
+def frozen_alone(fabric: Fabric, case: Case, odd: int) -> str:
+    with loop(fabric, case) as here:
+        tied = here.own.exchange.tied.values()
+        here.run()
+        here.opt.step()
+        here.opt.zero_grad()
+        for tie in tied:
+            if fabric.rank == odd:
+                tie.parameter.requires_grad_(False)
+        before = weights_of(here.modules)
+        here.run(1)
+        with pytest.raises(po.ExchangeError) as caught:
+            here.opt.step()
+        for tie in tied:
+            assert torch.equal(tie.parameter, before[tie.plan.holder(fabric.rank).names[0]])
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_tie_that_one_rank_freezes_is_named_on_both(rank_pool: RankPool, odd: int, attached: bool) -> None:
+    case = Case(schedule="Schedule1F1B", ranks=2, attached=attached)
+    for text in rank_pool.run(2, frozen_alone, case, odd):
+        assert "('embed.weight', 'head.weight')" in text
+        assert f"requires_grad is False on rank {odd} and True on rank {1 - odd} in step 1" in text
 
 
 def test_attach_takes_a_schedule_and_an_owner_optimizer() -> None:

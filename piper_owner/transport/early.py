@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from piper_owner.transport.messages import Incoming, Line
-from piper_owner.transport.wire import Header
+from piper_owner.transport.wire import Header, Phase
 
 __all__ = ["EarlyIncoming", "EarlyReceiver"]
 
@@ -74,7 +74,7 @@ class EarlyReceiver:
     """
 
     def __init__(self, line: Line, expected: Sequence[Header]) -> None:
-        self._messages = {header.subject: EarlyIncoming() for header in expected}
+        self._messages = {(header.phase, header.subject): EarlyIncoming() for header in expected}
         self._thread = threading.Thread(
             target=self._receive,
             args=(line, list(expected)),
@@ -83,21 +83,25 @@ class EarlyReceiver:
         )
         self._thread.start()
 
-    def take(self, subject: str) -> EarlyIncoming | None:
-        """The message about `subject`, once; None if it was not expected or is taken."""
-        return self._messages.pop(subject, None)
+    def take(self, header: Header) -> EarlyIncoming | None:
+        """The message of the phase and subject of `header`, once; None if it was not expected or is taken."""
+        return self._messages.pop((header.phase, header.subject), None)
+
+    def peek(self, header: Header) -> EarlyIncoming | None:
+        """The same, which stays to be taken."""
+        return self._messages.get((header.phase, header.subject))
 
     def settle(self) -> None:
         """Wait until the line is free for other receives."""
         self._thread.join()  # ends: every wait of the thread has a timeout
 
     def _receive(self, line: Line, expected: Sequence[Header]) -> None:
-        messages = [self._messages[header.subject] for header in expected]
+        messages = [self._messages[header.phase, header.subject] for header in expected]
         for index, header in enumerate(expected):
             try:
                 incoming = line.receive(header)
                 messages[index].put(incoming)
-                if incoming.present:
+                if incoming.present and header.phase is not Phase.FREEZE:
                     whole = torch.empty(incoming.header.shape, dtype=incoming.header.dtype)
                     for chunk in incoming.fill(whole):
                         messages[index].put(chunk)

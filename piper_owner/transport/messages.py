@@ -63,6 +63,9 @@ class Line:
         self.chunk_bytes = chunk_bytes
         self.sent = BytesSent()
         self.messages = 0
+        self.refused: Header | None = None
+        """A header that arrived and was not expected, where one of the two is a change of requires_grad."""
+        self._awaited: Header | None = None
         self._pending: list[_Tracked] = []
         self._staging: dict[torch.dtype, torch.Tensor] = {}
 
@@ -103,19 +106,31 @@ class Line:
         """Wait for the next message and check its header against `expected`.
 
         Raises MessageMismatchError if it is another, after closing the channel, so that the
-        sender fails too; PeerTimeoutError or PeerLostError if none comes.
+        sender fails too, unless it is `refused`; PeerTimeoutError or PeerLostError if none comes.
         """
+        header = self.await_header(expected, any_tensor=any_tensor)
+        self._awaited = None
+        return Incoming(self, header, self._where(expected, sending=False))
+
+    def await_header(self, expected: Header, *, any_tensor: bool = False) -> Header:
+        """The header of the next message, which stays the next one to `receive`; raises as that does."""
         where = self._where(expected, sending=False)
-        raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        with _Context(where):
-            self.channel.post_recv(raw).wait()
+        header = self._awaited
         try:
-            header = Header.decode(raw, where)
+            if header is None:
+                raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                with _Context(where):
+                    self.channel.post_recv(raw).wait()
+                header = Header.decode(raw, where)
             header.check(expected, where, any_tensor=any_tensor)
         except MessageMismatchError:
-            self.channel.close()
+            if header is not None and Phase.FREEZE in (header.phase, expected.phase):
+                self.refused = header
+            else:
+                self.channel.close()
             raise
-        return Incoming(self, header, where)
+        self._awaited = header
+        return header
 
     def flush(self, only: Header | None = None) -> None:
         """Wait until the peer has received all that was sent, or all of the phase and subject of `only`.

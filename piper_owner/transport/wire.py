@@ -55,6 +55,7 @@ class Phase(enum.Enum):
     WEIGHT = "weights"
     VALUE = "initial value"
     CHECK = "replica check"
+    FREEZE = "change of requires_grad"
 
 
 _PHASES: Final = tuple(Phase)
@@ -85,7 +86,7 @@ class Header:
 
     `subject` is the tie's name or the stage that the tensor belongs to. A message that is not
     `present` has no payload: the gradient is None, or the weights did not change. `chunk_rows` is
-    the sender's choice.
+    the sender's choice. A change of requires_grad never has a payload; there `present` is the new value.
 
     Raises TieError (InputError for what goes between stages) when `shape` has more than 8 dimensions
     or no header can name `dtype`: complex, quantised and unsigned types of more than 8 bits.
@@ -180,7 +181,7 @@ class Header:
         names = ["phase", "subject", "step", "microbatch"]
         if not any_tensor:
             names += ["dtype", "shape"]
-        wanted = expected._as_received()
+        wanted = expected.as_received()
         wrong = [
             f"{name} is {_show(getattr(self, name))}, expected {_show(getattr(wanted, name))}"
             for name in names
@@ -192,7 +193,7 @@ class Header:
                 "holder of a tie must have the same shape and dtype and call step equally often"
             )
 
-    def _as_received(self) -> Header:
+    def as_received(self) -> Header:
         """This header with its subject cut as `decode` cuts it."""
         return Header.decode(self.encode(), "")
 
