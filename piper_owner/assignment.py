@@ -25,7 +25,14 @@ from piper_owner.ownership import (
     Use,
     plan_ownership,
 )
-from piper_owner.stages import NameMap, Stage, numbered_stages, refuse_scaled_twice, scale_shared_once
+from piper_owner.stages import (
+    NameMap,
+    Stage,
+    numbered_stages,
+    refuse_pending_backwards,
+    refuse_scaled_twice,
+    scale_shared_once,
+)
 from piper_owner.tied import TiedParameter
 from piper_owner.ties import describe_uses, unite
 from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
@@ -60,6 +67,8 @@ class Ownership:
         self.group = group
         self.board = fabric.board
         self.on_sync: list[Callable[[], None]] = []
+        self.pipeline_stages: list[_PipelineStageBase] = []
+        """Stages of torch.distributed.pipelining on this rank, as far as they were given."""
         self._is_scaling_checked = False
         self.step = 0
         """Optimizer steps taken so far; every message carries it."""
@@ -94,8 +103,10 @@ class Ownership:
     def check_scaling(self) -> None:
         """Raise ConfigError, on every rank, if a schedule of torch has scaled a tie's gradient twice.
 
-        Only the first call looks: it comes before the first exchange of gradients. Collective.
+        Only the first call looks: it comes before the first exchange of gradients. Collective. Every
+        call raises on a rank where the weight half of a backward is still pending.
         """
+        refuse_pending_backwards(self.pipeline_stages, self.rank)
         if self._is_scaling_checked:
             return
         self._is_scaling_checked = True
@@ -262,7 +273,8 @@ def assign_over(
 
     together(group, rank, make_one)
     listed = [stages] if isinstance(stages, torch.nn.Module | _PipelineStageBase) else list(stages)
-    scale_shared_once([stage for stage in listed if isinstance(stage, _PipelineStageBase)])
+    pipeline_stages = [stage for stage in listed if isinstance(stage, _PipelineStageBase)]
+    scale_shared_once(pipeline_stages)
     lines = {}
     for low, high in plan.pairs:
         if rank in (low, high):
@@ -270,7 +282,9 @@ def assign_over(
             lines[peer] = Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes)
     exchange = Exchange(rank, tied, lines)
     exchange.share_values()
-    return Ownership(plan, exchange, fabric=fabric, group=group)
+    ownership = Ownership(plan, exchange, fabric=fabric, group=group)
+    ownership.pipeline_stages += pipeline_stages
+    return ownership
 
 
 def _fabric(group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | None) -> Fabric:

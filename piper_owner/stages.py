@@ -18,6 +18,7 @@ __all__ = [
     "full_name",
     "named_places",
     "numbered_stages",
+    "refuse_pending_backwards",
     "refuse_scaled_twice",
     "scale_shared_once",
 ]
@@ -131,6 +132,18 @@ def refuse_scaled_twice(parameters: Mapping[str, nn.Parameter]) -> None:
                     "piper_owner.frontends.torch_pipelining.attach(schedule, opt), or give assign_owners the "
                     "PipelineStages and not their modules, or make the schedule with scale_grads=False"
                 )
+
+
+def refuse_pending_backwards(stages: Sequence[_PipelineStageBase], rank: int) -> None:
+    """Raise ConfigError if a backward of `stages` has done its input half and not its weight half. Local."""
+    for stage in stages:
+        # torch leaves placeholders in `dw_runner`, except for stages that have a builder of their own.
+        pending = stage.backward_state if stage.dw_builder is None else stage.dw_runner
+        if pending:
+            raise ConfigError(
+                f"rank {rank}: the weight-backward of microbatch {min(pending)} of stage "
+                f"{stage.stage_index} is still pending, so gradients are not whole; step after it"
+            )
 
 
 class _Scaler:

@@ -68,6 +68,8 @@ def attach(schedule: _PipelineSchedule, opt: OwnerOptimizer) -> None:
     scale_shared_once(stages)
     progress = _Progress(opt)
     for stage in stages:
+        if all(stage is not known for known in opt.ownership.pipeline_stages):
+            opt.ownership.pipeline_stages.append(stage)
         if isinstance(stage.perform_reduce_grad, _Reducer):
             del stage.perform_reduce_grad
         stage.perform_reduce_grad = _Reducer(stage, progress)  # type: ignore[method-assign]
