@@ -15,7 +15,13 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from piper_owner.errors import ConfigError, ExchangeError, MessageMismatchError, TieError
+from piper_owner.errors import (
+    ConfigError,
+    ExchangeError,
+    MessageMismatchError,
+    ReplicaMismatchError,
+    TieError,
+)
 from piper_owner.exchange import Exchange
 from piper_owner.ownership import (
     OwnerChoice,
@@ -130,15 +136,22 @@ class Ownership:
 
         Raises ReplicaMismatchError with the largest difference, on every holder of the tie.
         """
-        return self.exchange.check(self.step)
+        try:
+            return self.exchange.check(self.step)
+        except ReplicaMismatchError:
+            raise  # all of its holders have it, and `sync` may follow
+        except BaseException as error:
+            self.report(f"the check of replicas after step {self.step}", error)
+            raise
 
     def sync(self) -> None:
         """Give every holder, and the owner's masters, the value of the tie's first name. Collective.
 
         Call it on every rank after weights were loaded or written.
         """
-        self.exchange.flush()
-        self.exchange.share_values(warn=False)
+        with self.reporting("sync"):
+            self.exchange.flush()
+            self.exchange.share_values(warn=False)
         for refill in self.on_sync:
             refill()
 
@@ -281,9 +294,15 @@ def assign_over(
             peer = high if rank == low else low
             lines[peer] = Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes)
     exchange = Exchange(rank, tied, lines)
-    exchange.share_values()
     ownership = Ownership(plan, exchange, fabric=fabric, group=group)
     ownership.pipeline_stages += pipeline_stages
+    try:
+        exchange.share_values()
+    except Warning:
+        raise  # where warnings are errors: the copies are equal, and no rank is left waiting
+    except BaseException as error:
+        ownership.report("the first values of ties", error)
+        raise
     return ownership
 
 

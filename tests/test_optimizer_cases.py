@@ -6,6 +6,7 @@ tells the fault: 0.75 averaged, 0.8 the replica's share lost, 0.7 the owner's, 0
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -71,6 +72,48 @@ def test_case_01_and_06_microbatches_and_accumulation(microbatches: int) -> None
         return rank.value(), rank.opt.sent.total
 
     assert [value for value, _ in ranks(2, work)] == [HALF, HALF]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_case_01_microbatches_on_one_device_or_two_equal_one_process(devices: int, microbatches: int) -> None:
+    """Two stages: each adds its weight, times its factor, to a sum whose square is the loss."""
+    factors = [torch.linspace(1, 2, 3, dtype=torch.float64), torch.linspace(-1, 1, 3, dtype=torch.float64)]
+    rows = torch.linspace(0.5, 3, 12, dtype=torch.float64).view(4, 3).tensor_split(microbatches)
+
+    def work(fabric: Fabric) -> tuple[list[Tensor], int]:
+        held = NAMES if devices == 1 else (NAMES[fabric.rank],)
+        stages = [Weights({name: torch.ones(3)}) for name in held]
+        own = assign_over(fabric, stages, TIE)
+        params = list({id(p): p for stage in stages for p in stage.parameters()}.values())
+        assert len(params) == 1
+        opt = OwnerOptimizer(params, torch.optim.AdamW, ownership=own, lr=0.1)
+        seen, sent = [], 0
+        for _ in range(3):
+            for part in rows:
+                # Each side knows the other's weight: it is equal, and a constant to this side.
+                terms = [params[0] if n in held else params[0].detach() for n in NAMES]
+                total = sum((t * f for t, f in zip(terms, factors, strict=True)), start=part)
+                (total**2).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            assert own.check()
+            seen.append(params[0].detach().clone())
+            sent += opt.sent.total
+        return seen, sent
+
+    whole = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    bare = torch.optim.AdamW([whole], lr=0.1)
+    expected = []
+    for _ in range(3):
+        for part in rows:
+            ((part + whole * factors[0] + whole * factors[1]) ** 2).sum().backward()
+        bare.step()
+        bare.zero_grad()
+        expected.append(whole.detach().clone())
+    for seen, sent in ranks(devices, work):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(seen, expected, strict=True))
+        assert (sent == 0) == (devices == 1)
 
 
 def test_case_02_messages_do_not_depend_on_microbatches() -> None:
@@ -411,7 +454,9 @@ def test_case_11_a_missing_partner_is_named_on_every_rank() -> None:
 def test_case_13_equal_after_init_20_steps_a_skip_and_a_load(
     kind: Optimizers, master: torch.dtype | None
 ) -> None:
-    def work(fabric: Fabric) -> int:
+    """By the weights themselves, beside `check`."""
+
+    def work(fabric: Fabric) -> list[Tensor]:
         start = torch.linspace(-1, 1, 12).view(4, 3)
         rank = Rank(
             fabric,
@@ -421,20 +466,31 @@ def test_case_13_equal_after_init_20_steps_a_skip_and_a_load(
             master_dtype=master,
             grads=(torch.linspace(0, 3, 12).view(4, 3), torch.linspace(1, -2, 12).view(4, 3)),
         )
-        checks = int(rank.own.check())
+        seen: list[Tensor] = []
+
+        def look() -> None:
+            assert rank.own.check()
+            seen.append(rank.weight.detach().clone())
+
+        look()
         for _ in range(20):
             rank.step()
-            checks += rank.own.check()
+            look()
         rank.backward()
         rank.opt.clip_grad_norm_(1.0)
         rank.opt.zero_grad()  # a skipped step
-        checks += rank.own.check()
+        look()
         rank.opt.load_state_dict(rank.opt.state_dict())
-        checks += rank.own.check()
+        look()
         rank.step()
-        return checks + rank.own.check()
+        look()
+        return seen
 
-    assert ranks(2, work) == [24, 24]
+    owner, replica = ranks(2, work)
+    assert len(owner) == 24
+    assert all(torch.equal(one.to(two.dtype), two) for one, two in zip(owner, replica, strict=True))
+    changed = [not torch.equal(one, two) for one, two in itertools.pairwise(owner)]
+    assert changed == [True] * 20 + [False, False, True]  # a skipped step, a load
 
 
 @pytest.mark.filterwarnings("ignore:tie .*differed:UserWarning")
