@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -28,12 +28,15 @@ from piper_owner.ownership import (
     OwnershipPlan,
     ParameterUse,
     Tie,
+    TiePlan,
     Use,
     plan_ownership,
 )
+from piper_owner.sharding import check_shards, describe_shards, mesh_groups, reshard
 from piper_owner.stages import (
     NameMap,
     Stage,
+    named_places,
     numbered_stages,
     refuse_pending_backwards,
     refuse_scaled_twice,
@@ -42,7 +45,7 @@ from piper_owner.stages import (
 from piper_owner.tied import TiedParameter
 from piper_owner.ties import describe_uses, unite
 from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
-from piper_owner.transport.agreement import together
+from piper_owner.transport.agreement import gather_texts, together
 
 __all__ = ["Ownership", "TieLike", "assign_over", "assign_owners"]
 
@@ -232,7 +235,8 @@ def assign_owners(
 
     Names that meet on one rank become one Parameter there. A schedule of torch.distributed.pipelining
     with `scale_grads` scales it once if PipelineStages are given, or `attach` is called; if modules are
-    given without, the first step raises ConfigError. Copies on several ranks take the value of the
+    given without, the first step raises ConfigError. Stages may be sharded by `fully_shard`, before this
+    call, and alike on every holder of a tie (docs/fsdp.md). Copies on several ranks take the value of the
     holder of the tie's first name, with a warning if they differed.
 
     Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
@@ -260,28 +264,28 @@ def assign_over(
 
     def describe() -> str:
         numbered.update(numbered_stages(stages, rank=rank, world_size=world_size))
+        reshard(numbered.values())
         found = describe_uses(numbered, rank=rank, names=names, uses=_uses(uses))
-        wanted = [list(tie.names if isinstance(tie, Tie) else Tie(tuple(tie)).names) for tie in ties]
-        chosen = dict(owner) if isinstance(owner, Mapping) else owner
-        return json.dumps({"uses": [_use_to_json(use) for use in found], "ties": wanted, "owner": chosen})
+        wanted = [tie if isinstance(tie, Tie) else Tie(tuple(tie)) for tie in ties]
+        answer = {
+            "uses": [_use_to_json(use) for use in found],
+            "ties": [list(tie.names) for tie in wanted],
+            "owner": dict(owner) if isinstance(owner, Mapping) else owner,
+            "shards": describe_shards(numbered, wanted, names=names),
+        }
+        return json.dumps(answer)
 
     answers = [json.loads(text) for text in together(group, rank, describe)]
-    for other, answer in enumerate(answers):
-        for what in ("ties", "owner"):
-            if answer[what] != answers[0][what]:
-                raise TieError(
-                    f"assign_owners was called with {what}={answers[0][what]!r} on rank 0 and {what}="
-                    f"{answer[what]!r} on rank {other}; give every rank the same"
-                )
+    _check_alike(answers)
     every_use = [_use_from_json(fields) for answer in answers for fields in answer["uses"]]
     plan = plan_ownership(
         [Tie(tuple(tie)) for tie in answers[0]["ties"]], every_use, world_size=world_size, owner=owner
     )
+    check_shards(plan, {other: answer["shards"] for other, answer in enumerate(answers)})
     tied: dict[str, TiedParameter] = {}
 
     def make_one() -> str:
-        for tie in plan.held_by(rank):
-            tied[tie.name] = TiedParameter(plan=tie, parameter=unite(numbered, tie.tie, names=names))
+        tied.update(_tie_here(plan.held_by(rank), numbered, names=names, timeout=fabric.timeout))
         return ""
 
     together(group, rank, make_one)
@@ -334,6 +338,60 @@ def _fabric(group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | N
     # Every call gets a prefix of its own: a rank's n-th call meets the others' n-th.
     call = store.add(f"calls/{rank}", 1)
     return GlooFabric(PrefixStore(str(call), store), rank, len(ranks), timeout=wait)
+
+
+def _check_alike(answers: Sequence[Mapping[str, Any]]) -> None:
+    for other, answer in enumerate(answers):
+        for what in ("ties", "owner"):
+            if answer[what] != answers[0][what]:
+                raise TieError(
+                    f"assign_owners was called with {what}={answers[0][what]!r} on rank 0 and {what}="
+                    f"{answer[what]!r} on rank {other}; give every rank the same"
+                )
+
+
+def _tie_here(
+    ties: Sequence[TiePlan],
+    stages: Mapping[int, torch.nn.Module],
+    *,
+    names: NameMap | None,
+    timeout: timedelta,
+) -> dict[str, TiedParameter]:
+    """This rank's part in each of `ties`, by name; collective over the meshes that shard them."""
+    found = [place for module in stages.values() for place in named_places(module, names)]
+    places = {
+        tie.name: [(module, leaf) for name, module, leaf in found if name in tie.tie.names] for tie in ties
+    }
+    for tie in ties:
+        parameters = [module._parameters[leaf] for module, leaf in places[tie.name]]
+        _agree_over_shards(tie, parameters, timeout)
+    return {
+        tie.name: TiedParameter(
+            plan=tie, parameter=unite(stages, tie.tie, names=names), places=tuple(places[tie.name])
+        )
+        for tie in ties
+    }
+
+
+def _agree_over_shards(tie: TiePlan, parameters: Iterable[torch.Tensor | None], timeout: timedelta) -> None:
+    """Raise TieError, on every rank of a mesh that shards one of `parameters`, unless all pipelines have
+    the same owner of `tie`. Collective over the mesh.
+
+    The state of a sharded tie is one DTensor: all of its parts are at the same stage.
+    """
+    groups = {g.group_name: g for p in parameters if p is not None for g in mesh_groups(p)}
+    for shards in groups.values():
+        fabric = _fabric(shards, timeout)
+        group = fabric.group(tuple(range(fabric.world_size)), "shards")
+        try:
+            owners = gather_texts(group, fabric.rank, str(tie.owner))
+        finally:
+            group.close()
+        if len(set(owners)) > 1:
+            raise TieError(
+                f"tie {tie.tie.names}: it is sharded over pipelines that chose the ranks "
+                f"{', '.join(owners)} of theirs as its owner; give every one the same owner="
+            )
 
 
 def _uses(uses: Mapping[str, str] | None) -> dict[str, Use]:

@@ -19,6 +19,7 @@ from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ExchangeError
 from piper_owner.freezing import Freezing
 from piper_owner.replicas import Replicas
+from piper_owner.sharding import like, local_of
 from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad
 from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
@@ -155,14 +156,17 @@ class Exchange:
                 for update in self._combined(tie, step):
                     if whole is None:
                         whole = torch.empty_like(
-                            tie.parameter, dtype=tie.stepper.dtype, memory_format=torch.contiguous_format
+                            local_of(tie.parameter),
+                            dtype=tie.stepper.dtype,
+                            memory_format=torch.contiguous_format,
                         )
                     rows_of(whole)[update.start : update.stop] = update.grad.view_as(
                         rows_of(whole)[update.start : update.stop]
                     )
-                is_wide = whole is not None and whole.dtype != tie.parameter.dtype
-                tie.parameter.grad = None if is_wide else whole
-                tie.wide_grad = whole if is_wide else None
+                combined = None if whole is None else like(tie.parameter, whole)
+                is_wide = combined is not None and combined.dtype != tie.parameter.dtype
+                tie.parameter.grad = None if is_wide else combined
+                tie.wide_grad = combined if is_wide else None
 
     def flush(self) -> None:
         """Wait until every peer has received all that this rank sent."""
@@ -238,7 +242,7 @@ class Exchange:
                 grad = tie.parameter.grad if tie.wide_grad is None else tie.wide_grad
                 assert grad is not None
                 stepper.step_whole(grad.to(stepper.dtype))
-            for out in outgoing:
+            for out in outgoing if weights.numel() else ():
                 out.put(weights[update.start : update.stop])
         if outgoing is None:
             self._announce(tie, step, present=False)
@@ -252,27 +256,31 @@ class Exchange:
 
     def _combined(self, tie: TiedParameter, step: int) -> Iterator[_Update]:
         """The combined gradient, chunk by chunk; nothing when every share of it is None."""
-        own = take_grad(tie) if tie.wide_grad is None else tie.wide_grad
+        own = take_grad(tie) if tie.wide_grad is None else local_of(tie.wide_grad)
         assert tie.stepper is not None
         due, tie.due = tie.due, []
         incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
         shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
         if own is None and not shares:
             return
+        rows_here = rows_of(tie.parameter)
+        if not rows_here.numel():  # such as the last shard of few rows: nothing travels, and it is stepped
+            yield _Update(0, len(rows_here), torch.empty_like(rows_here, dtype=tie.stepper.dtype))
+            return
         header = header_of(tie, Phase.GRAD, step)
         chunk_rows = next(
             (message.header.chunk_rows for message in incoming.values() if message.present),
             rows_per_chunk(header.shape, header.dtype.itemsize, self._chunk_bytes(tie)),
         )
-        for start, stop in row_ranges(header.num_rows, chunk_rows) if tie.parameter.numel() else ():
+        for start, stop in row_ranges(header.num_rows, chunk_rows):
             parts = {}
             for rank, chunks in shares.items():
                 begin, end, rows = next(chunks)
                 assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
-                parts[rank] = rows.to(tie.parameter.device)
+                parts[rank] = rows.to(rows_here.device)
             mine = None if own is None else rows_of(own)[start:stop]
             grad = _add(self.rank, mine, parts)
-            grad = grad.to(tie.stepper.dtype).view_as(rows_of(tie.parameter)[start:stop])
+            grad = grad.to(tie.stepper.dtype).view_as(rows_here[start:stop])
             yield _Update(start, stop, grad)
         for chunks in shares.values():
             next(chunks, None)

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 from piper_owner.assignment import Ownership
 from piper_owner.errors import ConfigError
 from piper_owner.optimizer_wrap import OwnerOptimizer
+from piper_owner.sharding import local_of, reduce_over
 
 __all__ = ["GradScaler"]
 
@@ -20,7 +21,8 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for an OwnerOptimizer; the same arguments and methods.
 
     `unscale_` first brings the gradients of ties to their owners, then tells every rank whether any
-    rank found an infinity or NaN. So all ranks skip together, and the scale is the same on each.
+    rank found an infinity or NaN, also in another shard of a DTensor. So all ranks skip together, and
+    the scale is the same on each.
     `unscale_`, `step` and `update` are called on every rank, in the same order, also on a rank
     that computes no loss or has no gradients. With any other optimizer it is torch's own, and the
     ranks do not agree: give that one a scaler of its own.
@@ -70,13 +72,15 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found_inf.clone()
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in optimizer.grads():
+        for grad in map(local_of, optimizer.grads()):
             groups.setdefault((grad.device, grad.dtype), []).append(grad)
         for (device, _), grads in groups.items():
             here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inv_scale.to(device))
             found += here.to(found.device)
-        agreed = self._is_found_anywhere(optimizer.ownership, here=bool(found))
+        with optimizer.ownership.reporting("the agreement on infinities over shards"):
+            is_found = reduce_over(optimizer.shard_groups(), float(found), largest=True) > 0
+        agreed = self._is_found_anywhere(optimizer.ownership, here=is_found)
         return {found_inf.device: torch.full_like(found_inf, float(agreed))}
 
     def _is_found_anywhere(self, ownership: Ownership, *, here: bool) -> bool:

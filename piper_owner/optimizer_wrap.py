@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from piper_owner.assignment import Ownership
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ConfigError, ExchangeError
+from piper_owner.norms import power_over_shards
 from piper_owner.p2p_nodes import sync_nodes
 from piper_owner.param_groups import (
     check_class,
@@ -28,6 +29,7 @@ from piper_owner.param_groups import (
     options_of,
     without,
 )
+from piper_owner.sharding import local_of, reduce_over, refuse_late_sharding, shard_groups
 from piper_owner.stepping import (
     ELEMENT_WISE,
     Masters,
@@ -224,8 +226,9 @@ class OwnerOptimizer(WrappingOptimizer):
     ) -> Tensor:
         """Scale all gradients so that their norm over the whole pipeline is at most `max_norm`.
 
-        Each tied parameter counts once, with its combined gradient. `groups` are further process
-        groups (data or tensor parallel) over which the norm of *different* shards adds up.
+        Each tied parameter counts once, with its combined gradient, and each DTensor with all of its
+        shards. `groups` are further process groups (tensor parallel, or the data parallel one of
+        fully_shard, whether or not it is given) over which the norm of *different* shards adds up.
         Returns the norm before scaling, a float64 scalar on the CPU, the same on every rank.
         Collective over the ownership's ranks, and over `groups`. As
         `torch.nn.utils.clip_grad_norm_`, which sees only this rank, with any norm from 1 to inf.
@@ -233,25 +236,16 @@ class OwnerOptimizer(WrappingOptimizer):
         self.finalize_grads()
         grads = self.grads()
         is_inf = norm_type == float("inf")
-        power = 0.0
-        if grads:
-            wide = torch.promote_types(torch.float32, max((g.dtype for g in grads), key=lambda d: d.itemsize))
-            norms = [torch.linalg.vector_norm(g, norm_type, dtype=wide).to(grads[0].device) for g in grads]
-            power = float(torch.linalg.vector_norm(torch.stack(norms).double(), norm_type))
-            power = power if is_inf else power**norm_type
         with self._ownership.reporting(f"the global norm of step {self._ownership.step}"):
+            power = power_over_shards(self._held(), grads, norm_type, counted=groups)
             power = self._ownership.combine(power, largest=is_inf)
-        summed = torch.tensor(power, dtype=torch.float64)
-        for group in groups:
-            operation = torch.distributed.ReduceOp.MAX if is_inf else torch.distributed.ReduceOp.SUM
-            devices = group._device_types
-            summed = summed.to(torch.device("cpu") if torch.device("cpu") in devices else devices[0])
-            torch.distributed.all_reduce(summed, operation, group=group)
-        total = summed.cpu() if is_inf else summed.cpu() ** (1.0 / norm_type)
+            power = reduce_over(groups, power, largest=is_inf)
+        total = torch.tensor(power, dtype=torch.float64)
+        total = total if is_inf else total ** (1.0 / norm_type)
         # The small constant is that of torch.nn.utils.clip_grad_norm_.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for grad in grads:
-            grad.mul_(scale.to(grad.device, grad.dtype))
+            local_of(grad).mul_(scale.to(grad.device, grad.dtype))
         return total
 
     @contextmanager
@@ -294,6 +288,10 @@ class OwnerOptimizer(WrappingOptimizer):
         found = [wide.get(id(p), p.grad) for p in parameters]
         return [grad for grad in found if grad is not None]
 
+    def shard_groups(self) -> list[torch.distributed.ProcessGroup]:
+        """The groups over which `fully_shard` has sharded parameters of this rank. Local."""
+        return shard_groups(self._held())
+
     def skip_step(self) -> None:
         """Leave weights and state alone, on every rank: what a GradScaler does after an infinity."""
         if self._exchange.has_begun(self._ownership.step):
@@ -305,6 +303,11 @@ class OwnerOptimizer(WrappingOptimizer):
 
     # -- inside
 
+    def _held(self) -> list[Tensor]:
+        """What this rank steps, and its replicas."""
+        stepped = [p for group in self.param_groups for p in group["params"]]
+        return stepped + [tie.parameter for tie in self._ties.values() if tie.stepper is None]
+
     def _is_replica(self, parameter: Tensor) -> bool:
         rank = self._ownership.rank
         return any(
@@ -314,6 +317,8 @@ class OwnerOptimizer(WrappingOptimizer):
     def _listing(self, groups: list[dict[str, Any]], inner: torch.optim.Optimizer) -> str:
         """The ties that `groups` list, with the options they will be stepped with."""
         listed = options_of({name: t.parameter for name, t in self._exchange.tied.items()}, groups, inner)
+        for tie in self._exchange.tied.values():
+            refuse_late_sharding(tie.plan.tie, tie.parameter, tie.places)
         for name, options in listed.items():
             tie = self._exchange.tied[name]
             if tie.is_claimed:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from piper_owner.errors import ReplicaMismatchError
+from piper_owner.sharding import local_of
 from piper_owner.tied import TiedParameter, header_of
 from piper_owner.transport.messages import Line
 from piper_owner.transport.wire import Header, Phase
@@ -49,18 +50,19 @@ class Replicas:
                 warnings.warn(message, stacklevel=4)
 
     def _send_value(self, tie: TiedParameter, peer: int) -> None:
-        self.lines[peer].send(header_of(tie, Phase.VALUE, 0), tie.parameter)
+        self.lines[peer].send(header_of(tie, Phase.VALUE, 0), local_of(tie.parameter))
 
     def _take_value(self, tie: TiedParameter, peer: int) -> str | None:
         """Overwrite this rank's copy; how it differed, in words, or None."""
         value = self.lines[peer].receive(header_of(tie, Phase.VALUE, 0)).tensor()
         assert value is not None
         value = value.to(tie.parameter.device)
-        if _same_bits(value, tie.parameter):
+        copy = local_of(tie.parameter)
+        if _same_bits(value, copy):
             return None
-        difference = _largest_difference(value, tie.parameter)
+        difference = _largest_difference(value, copy)
         with torch.no_grad():
-            tie.parameter.copy_(value)
+            copy.copy_(value)
         return (
             f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
             f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "
@@ -94,8 +96,9 @@ class Replicas:
             assert theirs is not None
             theirs = theirs.to(tie.parameter.device)
             worst = 0.0
-            if not _same_bits(theirs, tie.parameter):
-                worst = _largest_difference(theirs, tie.parameter)
+            mine = local_of(tie.parameter)
+            if not _same_bits(theirs, mine):
+                worst = _largest_difference(theirs, mine)
             line.send(verdict, torch.tensor([worst], dtype=torch.float64))
             answer = line.receive(verdict).tensor()
             assert answer is not None
@@ -103,7 +106,7 @@ class Replicas:
             return float(answer)
         lines = [self.lines[rank] for rank in tie.plan.replicas]
         for line in lines:
-            line.send(value, tie.parameter)
+            line.send(value, local_of(tie.parameter))
         answers = [line.receive(verdict).tensor() for line in lines]
         worst = max((float(answer) for answer in answers if answer is not None), default=0.0)
         for line in lines:

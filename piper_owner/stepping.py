@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from piper_owner.errors import InputError
+from piper_owner.sharding import is_sharded, like, local_of
 
 __all__ = [
     "ELEMENT_WISE",
@@ -48,9 +49,9 @@ among them: it may do anything."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Bytes of all state tensors that `optimizer` keeps for `parameter`; 0 before its first step."""
+    """Bytes of all state tensors that this rank keeps for `parameter`; 0 before its first step."""
     state = optimizer.state.get(parameter, {})
-    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager
@@ -219,9 +220,11 @@ class ParameterStepper:
 
         In bfloat16 and float16 torch's vector loops and their scalar tails round differently, so
         where a slice ends would show in the last bit. The rows of a transposed table are not
-        slices of its memory, and fused optimizers read memory in its own order.
+        slices of its memory, and fused optimizers read memory in its own order. A DTensor, whose rows
+        lie on several ranks, is stepped whole.
         """
         fits = self.dtype in (torch.float32, torch.float64) and self._stepped_tensor.is_contiguous()
+        fits = fits and not is_sharded(self._stepped_tensor)
         return not self.is_stepped and fits and type(self._optimizer) in ELEMENT_WISE
 
     @property
@@ -230,13 +233,16 @@ class ParameterStepper:
         return self._stepped_tensor.dtype
 
     def step_whole(self, grad: torch.Tensor) -> None:
-        """Step the whole parameter with `grad`, leaving every other parameter alone."""
+        """Step the whole parameter with `grad`, leaving every other parameter alone.
+
+        The gradient of a DTensor is one, or its local part.
+        """
         if self.is_stepped:
             return
         group = self._optimizer.param_groups[self._group]
         everything = self._optimizer.param_groups
         with over_master(self._optimizer, self._parameter, self._master) as stepped:
-            stepped.grad = _laid_out_like(stepped, grad)
+            stepped.grad = _laid_out_like(stepped, like(stepped, grad))
             self._optimizer.param_groups = [{**group, "params": [stepped]}]
             try:
                 unhooked_step(self._optimizer)

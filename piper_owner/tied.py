@@ -10,6 +10,7 @@ from torch import nn
 
 from piper_owner.errors import TieError
 from piper_owner.ownership import TiePlan
+from piper_owner.sharding import local_of
 from piper_owner.transport.wire import Header, Phase
 
 __all__ = ["Stepper", "TiedParameter", "header_of", "rows_of", "take_grad"]
@@ -47,6 +48,9 @@ class TiedParameter:
 
     plan: TiePlan
     parameter: nn.Parameter
+    """Of a sharded stage a DTensor, whose local part alone travels."""
+    places: tuple[tuple[nn.Module, str], ...] = ()
+    """The (module, attribute) pairs that hold it on this rank."""
     stepper: Stepper | None = None
     due: list[int] = field(default_factory=list)
     """Replicas whose gradient of this step is still to be received, ascending."""
@@ -61,20 +65,21 @@ class TiedParameter:
 
 
 def header_of(tie: TiedParameter, phase: Phase, step: int) -> Header:
-    """The header of a message about the whole of `tie`."""
+    """The header of a message about the whole of `tie`, or this rank's shard of it."""
     parameter = tie.parameter
     dtype = tie.wire_dtype if phase is Phase.GRAD and tie.wire_dtype is not None else parameter.dtype
-    return Header(phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=tuple(parameter.shape))
+    shape = tuple(local_of(parameter).shape)
+    return Header(phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=shape)
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` detached, with a first dimension to slice: a scalar becomes one row."""
-    tensor = tensor.detach()
+    """This rank's part of `tensor`, with a first dimension to slice: a scalar becomes one row."""
+    tensor = local_of(tensor)
     return tensor if tensor.dim() else tensor.view(1)
 
 
 def take_grad(tie: TiedParameter) -> torch.Tensor | None:
-    """The gradient of the tied parameter on this rank, dense.
+    """The gradient of the tied parameter on this rank, dense; of a sharded one its local part.
 
     An nn.Embedding(sparse=True) gives a sparse one; the sum with the head's is dense.
     """
@@ -85,4 +90,6 @@ def take_grad(tie: TiedParameter) -> torch.Tensor | None:
             f"tie {tie.plan.tie.names}: the parameter has a .main_grad beside .grad, and only .grad is "
             "exchanged. Move the sum into .grad before the step, and leave main_grad unset or zero"
         )
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+    if grad is None:
+        return None
+    return grad.to_dense() if grad.is_sparse else local_of(grad)

@@ -10,6 +10,7 @@ from torch import nn
 
 from piper_owner.errors import TieError
 from piper_owner.ownership import ParameterUse, Tie, Use
+from piper_owner.sharding import is_sharded, local_of
 from piper_owner.stages import NameMap, named_places
 
 __all__ = ["describe_uses", "find_ties", "unite"]
@@ -37,8 +38,11 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
 
 def _check_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in parameters.items():
-        if parameter.is_meta or parameter.numel() == 0 or parameter.layout is not torch.strided:
+    for name, whole in parameters.items():
+        if whole.layout is not torch.strided:
+            continue
+        parameter = local_of(whole)
+        if parameter.is_meta or parameter.numel() == 0:
             continue
         storage = parameter.untyped_storage()
         start = int(parameter.storage_offset()) * parameter.element_size()
@@ -97,8 +101,8 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = 
     The one that carries the tie's earliest name stays; the others are dropped. A stage that has
     only some of the names, or whose modules lost their tie in `to_empty`, is tied (again).
 
-    Raises TieError if no stage has any of the names, if one is still on the meta device, or if
-    an nn.Embedding among them has `max_norm` set.
+    Raises TieError if no stage has any of the names, if one is still on the meta device, if
+    fully_shard has made them different DTensors, or if an nn.Embedding among them has `max_norm` set.
     """
     held = [place for stage in stages.values() for place in named_places(stage, names)]
     places = [(module, leaf) for wanted in tie.names for name, module, leaf in held if name == wanted]
@@ -119,6 +123,12 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = 
             raise TieError(
                 f"tie {tie.names}: {leaf!r} is still on the meta device; call to_empty(device=...) and load "
                 "or initialise the stage first"
+            )
+        if other is not kept and (is_sharded(other) or is_sharded(kept)):
+            raise TieError(
+                f"tie {tie.names}: fully_shard was called on parameters of one rank that were not tied "
+                "yet, and it keeps a shard of each. Tie them first (head.weight = embed.weight), then call "
+                "fully_shard on a module that holds both"
             )
         if (
             other.shape != kept.shape
