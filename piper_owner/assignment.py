@@ -43,7 +43,7 @@ from piper_owner.stages import (
     scale_shared_once,
 )
 from piper_owner.tied import TiedParameter
-from piper_owner.ties import describe_uses, unite
+from piper_owner.ties import allocated, describe_uses, unite
 from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
 from piper_owner.transport.agreement import gather_texts, together
 
@@ -158,6 +158,16 @@ class Ownership:
         for refill in self.on_sync:
             refill()
 
+    def share_first_values(self) -> None:
+        """Make all copies the value of the tie's first name; warns where one differed. Collective."""
+        try:
+            self.exchange.share_values()
+        except Warning:
+            raise  # where warnings are errors: the copies are equal, and no rank is left waiting
+        except BaseException as error:
+            self.report("the first values of ties", error)
+            raise
+
     def describe(self) -> str:
         """Who owns and who holds each tie, in words. Local."""
         if not self.plan.ties:
@@ -237,7 +247,8 @@ def assign_owners(
     with `scale_grads` scales it once if PipelineStages are given, or `attach` is called; if modules are
     given without, the first step raises ConfigError. Stages may be sharded by `fully_shard`, before this
     call, and alike on every holder of a tie (docs/fsdp.md). Copies on several ranks take the value of the
-    holder of the tie's first name, with a warning if they differed.
+    holder of the tie's first name, with a warning if they differed. A copy on the meta device is
+    allocated, on the device of its stages' other parameters, and filled; the first name's may not be there.
 
     Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
     differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
@@ -285,7 +296,7 @@ def assign_over(
     tied: dict[str, TiedParameter] = {}
 
     def make_one() -> str:
-        tied.update(_tie_here(plan.held_by(rank), numbered, names=names, timeout=fabric.timeout))
+        tied.update(_tie_here(plan.held_by(rank), numbered, fabric, names=names))
         return ""
 
     together(group, rank, make_one)
@@ -300,13 +311,7 @@ def assign_over(
     exchange = Exchange(rank, tied, lines)
     ownership = Ownership(plan, exchange, fabric=fabric, group=group)
     ownership.pipeline_stages += pipeline_stages
-    try:
-        exchange.share_values()
-    except Warning:
-        raise  # where warnings are errors: the copies are equal, and no rank is left waiting
-    except BaseException as error:
-        ownership.report("the first values of ties", error)
-        raise
+    ownership.share_first_values()
     return ownership
 
 
@@ -353,9 +358,9 @@ def _check_alike(answers: Sequence[Mapping[str, Any]]) -> None:
 def _tie_here(
     ties: Sequence[TiePlan],
     stages: Mapping[int, torch.nn.Module],
+    fabric: Fabric,
     *,
     names: NameMap | None,
-    timeout: timedelta,
 ) -> dict[str, TiedParameter]:
     """This rank's part in each of `ties`, by name; collective over the meshes that shard them."""
     found = [place for module in stages.values() for place in named_places(module, names)]
@@ -364,13 +369,17 @@ def _tie_here(
     }
     for tie in ties:
         parameters = [module._parameters[leaf] for module, leaf in places[tie.name]]
-        _agree_over_shards(tie, parameters, timeout)
-    return {
-        tie.name: TiedParameter(
-            plan=tie, parameter=unite(stages, tie.tie, names=names), places=tuple(places[tie.name])
+        _agree_over_shards(tie, parameters, fabric.timeout)
+    tied = {}
+    for tie in ties:
+        parameter = unite(stages, tie.tie, names=names, may_be_meta=tie.source != fabric.rank)
+        tied[tie.name] = TiedParameter(
+            plan=tie,
+            parameter=allocated(stages, parameter),
+            places=tuple(places[tie.name]),
+            is_empty=parameter.is_meta,
         )
-        for tie in ties
-    }
+    return tied
 
 
 def _agree_over_shards(tie: TiePlan, parameters: Iterable[torch.Tensor | None], timeout: timedelta) -> None:

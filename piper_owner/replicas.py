@@ -47,7 +47,7 @@ class Replicas:
         # Not before: where warnings are errors, the other ranks must not be left waiting.
         for message in differed if warn else ():
             if message is not None:
-                warnings.warn(message, stacklevel=4)
+                warnings.warn(message, stacklevel=5)
 
     def _send_value(self, tie: TiedParameter, peer: int) -> None:
         self.lines[peer].send(header_of(tie, Phase.VALUE, 0), local_of(tie.parameter))
@@ -60,9 +60,12 @@ class Replicas:
         copy = local_of(tie.parameter)
         if _same_bits(value, copy):
             return None
-        difference = _largest_difference(value, copy)
+        difference = 0.0 if tie.is_empty else _largest_difference(value, copy)
         with torch.no_grad():
             copy.copy_(value)
+        if tie.is_empty:
+            tie.is_empty = False
+            return None
         return (
             f"tie {tie.plan.tie.names}: the copy on rank {self.rank} differed from that of rank "
             f"{tie.plan.source} by up to {difference:g} before the first step; rank {tie.plan.source} "

@@ -58,6 +58,8 @@ class TiedParameter:
     """The dtype of gradients on the wire, the same on every holder; None: the parameter's."""
     is_claimed: bool = False
     """Whether an optimizer lists it."""
+    is_empty: bool = False
+    """Whether the parameter has memory and no value yet."""
     is_live: bool = True
     """Whether it requires a gradient in this step, as all holders have to agree."""
     wide_grad: torch.Tensor | None = None

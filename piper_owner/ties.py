@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from piper_owner.ownership import ParameterUse, Tie, Use
 from piper_owner.sharding import is_sharded, local_of
 from piper_owner.stages import NameMap, named_places
 
-__all__ = ["describe_uses", "find_ties", "unite"]
+__all__ = ["allocated", "describe_uses", "find_ties", "unite"]
 
 
 def find_ties(model: nn.Module) -> tuple[Tie, ...]:
@@ -44,22 +45,44 @@ def _check_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
         parameter = local_of(whole)
         if parameter.is_meta or parameter.numel() == 0:
             continue
-        storage = parameter.untyped_storage()
         start = int(parameter.storage_offset()) * parameter.element_size()
         last = sum(
             (size - 1) * int(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
         stop = start + (last + 1) * parameter.element_size()
-        spans.setdefault(storage.data_ptr(), []).append((start, stop, name))
+        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, stop, name))
     for group in spans.values():
         group.sort()
-        for (_, stop, first), (start, _, second) in itertools.pairwise(group):
-            if start < stop:
-                raise TieError(
-                    f"{first!r} and {second!r} are two Parameters over the same memory, so each would get "
-                    "half of the gradient. Assign one Parameter object to both modules (head.weight = "
-                    "embed.weight); for a transposed use, transpose in forward"
-                )
+        reaching: list[tuple[int, str]] = []  # those whose span may go on at `start`
+        for start, stop, second in group:
+            reaching = [(end, name) for end, name in reaching if end > start]
+            for _, first in reaching:
+                if _share_bytes(local_of(parameters[first]), local_of(parameters[second])):
+                    raise TieError(
+                        f"{first!r} and {second!r} are two Parameters over the same memory, so each would "
+                        "get half of the gradient. Assign one Parameter object to both modules "
+                        "(head.weight = embed.weight); for a transposed use, transpose in forward"
+                    )
+            reaching.append((stop, second))
+
+
+def _share_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors over one storage, whose spans of bytes overlap, have a byte in common.
+
+    Columns of one buffer interleave without one.
+    """
+    if one.is_contiguous() and two.is_contiguous():
+        return True
+    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(one, taken).fill_(True)
+    return bool(_bytes_of(two, taken).any())
+
+
+def _bytes_of(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
+    """The part of `storage`, an element for each byte, that `tensor` takes up."""
+    size = tensor.element_size()
+    strides = [int(stride) * size for stride in tensor.stride()]
+    return storage.as_strided((*tensor.shape, size), (*strides, 1), int(tensor.storage_offset()) * size)
 
 
 def describe_uses(
@@ -95,14 +118,18 @@ def describe_uses(
     return tuple(found)
 
 
-def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = None) -> nn.Parameter:
+def unite(
+    stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = None, may_be_meta: bool = False
+) -> nn.Parameter:
     """Make all names of `tie` in `stages` one Parameter, and return it. Local.
 
-    The one that carries the tie's earliest name stays; the others are dropped. A stage that has
-    only some of the names, or whose modules lost their tie in `to_empty`, is tied (again).
+    The one that carries the tie's earliest name stays, apart from those on the meta device; the others
+    are dropped, with a warning if their values differed. A stage that has only some of the names, or
+    whose modules lost their tie in `to_empty`, is tied (again).
 
-    Raises TieError if no stage has any of the names, if one is still on the meta device, if
-    fully_shard has made them different DTensors, or if an nn.Embedding among them has `max_norm` set.
+    Raises TieError if no stage has any of the names, if all are still on the meta device (unless that
+    `may_be`), if fully_shard has made them different DTensors, or if an nn.Embedding among them has
+    `max_norm` set.
     """
     held = [place for stage in stages.values() for place in named_places(stage, names)]
     places = [(module, leaf) for wanted in tie.names for name, module, leaf in held if name == wanted]
@@ -114,16 +141,22 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = 
                 f"tie {tie.names}: the embedding has max_norm={module.max_norm}, which rewrites the weight "
                 "inside forward, on one rank only. Leave max_norm out and clip or normalise after the step"
             )
-    kept = places[0][0]._parameters[places[0][1]]
-    assert kept is not None
-    for module, leaf in places:
-        other = module._parameters[leaf]
-        assert other is not None
-        if other.is_meta:
-            raise TieError(
-                f"tie {tie.names}: {leaf!r} is still on the meta device; call to_empty(device=...) and load "
-                "or initialise the stage first"
-            )
+    found = [parameter for module, leaf in places if (parameter := module._parameters[leaf]) is not None]
+    kept = next((parameter for parameter in found if not parameter.is_meta), found[0])
+    if kept.is_meta and (is_sharded(kept) or not may_be_meta):
+        raise TieError(
+            f"tie {tie.names}: {places[0][1]!r} is still on the meta device; call to_empty(device=...) and "
+            "load or initialise the stage that holds the first name, or put a name first that has a value"
+        )
+    _check_unitable(tie, kept, found)
+    for module, leaf in places:  # only now, so that an error has changed nothing
+        module._parameters[leaf] = kept
+    _warn_if_unlike(tie, kept, found)
+    return kept
+
+
+def _check_unitable(tie: Tie, kept: nn.Parameter, found: Sequence[nn.Parameter]) -> None:
+    for other in found:
         if other is not kept and (is_sharded(other) or is_sharded(kept)):
             raise TieError(
                 f"tie {tie.names}: fully_shard was called on parameters of one rank that were not tied "
@@ -140,6 +173,37 @@ def unite(stages: Mapping[int, nn.Module], tie: Tie, *, names: NameMap | None = 
                 f"{other.requires_grad} where another holds {tuple(kept.shape)} {kept.dtype} requires_grad="
                 f"{kept.requires_grad}; tied parameters are one parameter and must agree"
             )
-    for module, leaf in places:  # only now, so that an error has changed nothing
-        module._parameters[leaf] = kept
-    return kept
+
+
+def _warn_if_unlike(tie: Tie, kept: nn.Parameter, found: Sequence[nn.Parameter]) -> None:
+    differing = [
+        (other.detach().to(kept.device).double() - kept.detach().double())
+        .abs()
+        .nan_to_num(nan=math.inf)
+        .max()
+        for other in found
+        if not (other is kept or other.is_meta or torch.equal(other.to(kept.device), kept))
+    ]
+    if differing:
+        warnings.warn(
+            f"tie {tie.names}: copies on one rank differed by up to {float(max(differing)):g} before the "
+            "first step; the value of the earliest name was taken",
+            stacklevel=3,
+        )
+
+
+def allocated(stages: Mapping[int, nn.Module], parameter: nn.Parameter) -> nn.Parameter:
+    """`parameter`, or in its place, if that is on the meta device, one that has memory. Local.
+
+    It is on the device of the other parameters of `stages`, or else on the CPU, and has no value yet.
+    """
+    if not parameter.is_meta:
+        return parameter
+    devices = [p.device for stage in stages.values() for p in stage.parameters() if not p.is_meta]
+    empty = torch.empty_like(parameter, device=devices[0] if devices else torch.device("cpu"))
+    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for stage in stages.values():
+        for _, module, leaf in list(named_places(stage)):
+            if module._parameters[leaf] is parameter:
+                module._parameters[leaf] = made
+    return made

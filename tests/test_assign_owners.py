@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -339,9 +340,9 @@ def test_no_ties_and_no_stages() -> None:
     assert ranks(2, work)[1] == "<Ownership of rank 1: no tied parameters over 2 ranks>"
 
 
-def test_meta_and_max_norm_are_refused_on_every_rank() -> None:
+def test_a_first_name_on_meta_and_max_norm_are_refused_on_every_rank() -> None:
     def work(fabric: Fabric, fault: str) -> None:
-        device = "meta" if fault == "meta" and fabric.rank == 1 else "cpu"
+        device = "meta" if fault == "meta" and fabric.rank == 0 else "cpu"
         max_norm = 1.0 if fault == "max_norm" and fabric.rank == 1 else None
         name = ("embed", "head")[fabric.rank]
         assign_over(fabric, nn.ModuleDict({name: nn.Embedding(3, 2, device=device, max_norm=max_norm)}), TIE)
@@ -351,6 +352,41 @@ def test_meta_and_max_norm_are_refused_on_every_rank() -> None:
             assert isinstance(error, TieError)
             assert fault in str(error)
             assert "embed.weight" in str(error)
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_copies_on_the_meta_device_are_filled(owner: int) -> None:
+    """Rank 1 holds two names, both on the meta device; rank 2 one on meta beside one that has a value."""
+    names = ("a.weight", "b.weight", "c.weight", "d.weight", "e.weight")
+    held = (names[:1], names[1:3], names[3:])
+
+    def work(fabric: Fabric) -> float:
+        module = Weights(dict.fromkeys(held[fabric.rank], torch.ones(3, 2)))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(4.0 if fabric.rank == 0 else 1.0)
+        places = {0: [], 1: list(held[1]), 2: [names[3]]}[fabric.rank]
+        for name in places:
+            place, _, leaf = name.rpartition(".")
+            old = module.get_parameter(name)
+            module.get_submodule(place).register_parameter(leaf, nn.Parameter(old.detach().to("meta")))
+        own = assign_over(fabric, module, [names], owner=owner)
+        parameter = module.get_parameter(held[fabric.rank][0])
+        assert not parameter.is_meta
+        assert all(module.get_parameter(name) is parameter for name in held[fabric.rank])
+        assert own.check()
+        assert bool((parameter == 4.0).all())
+        opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=1.0)
+        add_grad(parameter, 1.0)
+        opt.step()
+        assert own.check()
+        return parameter[0, 0].item()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ranks(3, work) == [1.0] * 3
+    assert len(caught) == 1  # that of rank 2 had a value
+    assert "rank 2 differed from that of rank 0 by up to 3" in str(caught[0].message)
 
 
 def test_a_stage_that_lost_its_tie_is_tied_again() -> None:

@@ -100,6 +100,25 @@ def test_case_17_views_of_one_flat_buffer_are_no_tie() -> None:
     assert find_ties(model) == ()
 
 
+def test_columns_of_one_buffer_interleave_without_overlap() -> None:
+    flat = torch.zeros(6, 4)
+    model = nn.ParameterDict({"a": nn.Parameter(flat[:, :2]), "b": nn.Parameter(flat[:, 2:])})
+    assert find_ties(model) == ()
+    model["c"] = nn.Parameter(flat[::2, 1:3])
+    with pytest.raises(TieError, match="'a' and 'c'"):
+        find_ties(model)
+
+
+def test_views_of_other_dtypes_overlap_by_their_bytes() -> None:
+    flat = torch.zeros(8, 2)
+    halves = flat.view(torch.float16)  # (8, 4): two to each float
+    model = nn.ParameterDict({"a": nn.Parameter(flat[:, 0]), "b": nn.Parameter(halves[:, 2:])})
+    assert find_ties(model) == ()
+    model["c"] = nn.Parameter(halves[:, 1])
+    with pytest.raises(TieError, match="'a' and 'c'"):
+        find_ties(model)
+
+
 def test_case_17_empty_tensors_are_no_tie() -> None:
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(0)) for name in "ab"})
     assert find_ties(model) == ()
@@ -137,8 +156,14 @@ def test_uses_tell_lookups_from_products() -> None:
 
 def test_unite_keeps_the_earliest_name_s_parameter() -> None:
     first, second = Both(tied=False), Both(tied=False)
+    with torch.no_grad():
+        for value, each in enumerate((first.head, first.embed, second.head, second.embed)):
+            each.weight.fill_(float(value))
     names = ("head.weight", "embed.weight")
-    kept = unite({0: first, 5: second}, Tie(names))
+    with pytest.warns(UserWarning, match=r"tie \('head\.weight', .* differed by up to 3 before") as caught:
+        kept = unite({0: first, 5: second}, Tie(names))
+    assert len(caught) == 1
+    assert bool((kept == 0).all())
     assert kept is first.head.weight
     places = [first.embed.weight, first.head.weight, second.embed.weight, second.head.weight]
     assert all(place is kept for place in places)
@@ -157,6 +182,9 @@ def test_case_15_to_empty_loses_a_tie_and_unite_restores_it() -> None:
         model = Both()
     model.to_empty(device="cpu")
     assert model.head.weight is not model.embed.weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
     assert unite({0: model}, Tie(("embed.weight", "head.weight"))) is model.head.weight
     assert model.head.weight is model.embed.weight
 
