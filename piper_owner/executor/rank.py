@@ -184,21 +184,27 @@ class RankExecutor:
                 assert_never(action.kind)
 
     def _all_reduce(self, name: str, ranks: tuple[int, ...]) -> None:
-        """The baseline: every copy's gradient becomes the sum of all copies' gradients."""
+        """The baseline: every copy's gradient becomes the sum of all copies', None where all are None."""
         tie = self.plan[name].tie
         copies = [
             p for bucket in tie.names if bucket in self.buckets for p in self.buckets[bucket].parameters
         ]
-        total = torch.zeros_like(copies[0], memory_format=torch.contiguous_format)
+        like = copies[0].detach()
+        # One element more, behind the gradient: how many ranks have one at all.
+        flat = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
+        total = flat[:-1].view_as(like)
+        flat[-1] = float(any(copy.grad is not None for copy in copies))
         for copy in copies:
             if copy.grad is not None:
                 total += copy.grad
         if len(ranks) > 1:
-            self._groups[ranks].all_reduce(total)
+            self._groups[ranks].all_reduce(flat)
             # What a ring sends of it on each of its ranks.
-            self._tied_sent += BytesSent(grads=2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+            grads = 2 * (len(ranks) - 1) * total.nbytes // len(ranks)
+            self._tied_sent += BytesSent(grads=grads, other=like.element_size())
+        is_present = bool(flat[-1])
         for copy in copies:
-            copy.grad = total.clone()
+            copy.grad = total.clone() if is_present else None
 
     def _clip(self, ranks: tuple[int, ...]) -> None:
         """Scale all gradients so that their global L2 norm is at most `clip`; a tie counts once."""

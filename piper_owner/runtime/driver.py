@@ -20,6 +20,7 @@ from piper_owner.runtime.actor import Meeting, RankHost
 from piper_owner.runtime.cluster import Cluster
 from piper_owner.runtime.failures import Call, gather
 from piper_owner.runtime.progress import OnStep, StepProgress
+from piper_owner.runtime.store import open_store
 from piper_owner.transport.gloo import FailureBoard
 
 __all__ = ["train"]
@@ -52,7 +53,7 @@ def train(
     timeout = timedelta(seconds=config.timeout_seconds)
     # The driver hosts the store: it outlives every actor, and the port that it was given is free.
     with Cluster(config.devices, address=address, timeout=timeout) as cluster:
-        store = TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = open_store(cluster.host, timeout)
         crew = _Crew(config, cluster, store, tokens, host_class)
         results = {kind: crew.run(kind, on_step) for kind in runs}
     return TrainResult(
