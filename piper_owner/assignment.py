@@ -303,12 +303,7 @@ def assign_over(
     listed = [stages] if isinstance(stages, torch.nn.Module | _PipelineStageBase) else list(stages)
     pipeline_stages = [stage for stage in listed if isinstance(stage, _PipelineStageBase)]
     scale_shared_once(pipeline_stages)
-    lines = {}
-    for low, high in plan.pairs:
-        if rank in (low, high):
-            peer = high if rank == low else low
-            lines[peer] = Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes)
-    exchange = Exchange(rank, tied, lines)
+    exchange = Exchange(rank, tied, _lines(fabric, plan, chunk_bytes))
     ownership = Ownership(plan, exchange, fabric=fabric, group=group)
     ownership.pipeline_stages += pipeline_stages
     ownership.share_first_values()
@@ -343,6 +338,12 @@ def _fabric(group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | N
     # Every call gets a prefix of its own: a rank's n-th call meets the others' n-th.
     call = store.add(f"calls/{rank}", 1)
     return GlooFabric(PrefixStore(str(call), store), rank, len(ranks), timeout=wait)
+
+
+def _lines(fabric: Fabric, plan: OwnershipPlan, chunk_bytes: int) -> dict[int, Line]:
+    """This rank's lines by peer, opened in the order that all ranks have."""
+    peers = [high if fabric.rank == low else low for low, high in plan.pairs if fabric.rank in (low, high)]
+    return {peer: Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes) for peer in peers}
 
 
 def _check_alike(answers: Sequence[Mapping[str, Any]]) -> None:
