@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from piper_owner.errors import (
-    ConfigError,
-    ExchangeError,
-    MessageMismatchError,
-    ReplicaMismatchError,
-    TieError,
-)
+from piper_owner.data_parallel import DataParallel, SideGroup
+from piper_owner.ddp import averages, keep_out
+from piper_owner.errors import ConfigError, ExchangeError, ReplicaMismatchError, TieError
 from piper_owner.exchange import Exchange
+from piper_owner.grid import agree_beside, as_scope, check_alike, check_grid, share_averages
+from piper_owner.norms import add_powers
 from piper_owner.ownership import (
     OwnerChoice,
     OwnershipPlan,
     ParameterUse,
+    Scope,
     Tie,
     TiePlan,
     Use,
     plan_ownership,
 )
-from piper_owner.sharding import check_shards, describe_shards, mesh_groups, reshard
+from piper_owner.process_groups import fabric_of, side_group
+from piper_owner.sharding import check_shards, describe_shards, reshard
 from piper_owner.stages import (
     NameMap,
     Stage,
-    named_places,
     numbered_stages,
     refuse_pending_backwards,
     refuse_scaled_twice,
     scale_shared_once,
 )
 from piper_owner.tied import TiedParameter
-from piper_owner.ties import allocated, describe_uses, unite
-from piper_owner.transport import Fabric, Failure, GlooFabric, Group, Line, MemoryNetwork
-from piper_owner.transport.agreement import gather_texts, together
+from piper_owner.ties import describe_uses
+from piper_owner.transport import Fabric, Failure, Line
+from piper_owner.transport.agreement import Agreement
+from piper_owner.uniting import tie_here
 
 __all__ = ["Ownership", "TieLike", "assign_over", "assign_owners"]
 
@@ -53,7 +52,6 @@ TieLike = Tie | Sequence[str]
 """A tie, or its names."""
 
 DEFAULT_CHUNK_BYTES: Final = 4 * 2**20
-_ALONE: Final = timedelta(minutes=5)
 
 
 class Ownership:
@@ -68,46 +66,67 @@ class Ownership:
         exchange: Exchange,
         *,
         fabric: Fabric,
-        group: Group | None,
+        agreement: Agreement,
     ) -> None:
         self.plan = plan
         self.exchange = exchange
         self.rank = fabric.rank
-        self.group = group
         self.board = fabric.board
         self.on_sync: list[Callable[[], None]] = []
         self.pipeline_stages: list[_PipelineStageBase] = []
         """Stages of torch.distributed.pipelining on this rank, as far as they were given."""
+        self._agreement = agreement
         self._is_scaling_checked = False
         self.step = 0
         """Optimizer steps taken so far; every message carries it."""
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether another pipeline owns the ties of this one."""
+        return self.exchange.side is not None and self.exchange.side.is_follower
+
+    def owns(self, tie: TiePlan) -> bool:
+        """Whether this rank owns `tie`."""
+        return tie.owner == self.rank and not self.is_follower
+
     def together(self, work: Callable[[], str]) -> list[str]:
-        """`work()` of every rank, by rank; an error on one is raised on all. Collective."""
-        return together(self.group, self.rank, work)
+        """`work()` of every rank of this pipeline, by rank; an error on one is raised on all. Collective.
+
+        Raises TieError, on every rank, if pipelines side by side answer differently.
+        """
+        everyone = self._agreement.everyone(work)
+        check_alike(everyone)
+        return everyone[self._agreement.index]
 
     def combine(self, value: float, *, largest: bool = False) -> float:
         """The sum, or the largest, of every rank's `value`, added in ascending rank. Collective.
 
         Raises MessageMismatchError on every rank unless all of them are in the same step.
         """
-        if self.group is None:
-            return value
-        everyone = torch.zeros(2, len(self.group.ranks), dtype=torch.float64)
-        everyone[0, self.rank] = value
-        everyone[1, self.rank] = self.step
-        self.group.all_reduce(everyone)
-        values: list[float] = everyone[0].tolist()
-        steps: list[float] = everyone[1].tolist()
-        if len(set(steps)) > 1:
-            where = ", ".join(f"rank {rank} in {step:g}" for rank, step in enumerate(steps))
-            raise MessageMismatchError(
-                f"the ranks are in different steps: {where}. All of them take or skip a step together: "
-                "decide by what is equal on each, such as the norm that clip_grad_norm_ returns"
-            )
-        if largest:
-            return max(values) if not any(map(math.isnan, values)) else math.nan
-        return sum(values)
+        return self._agreement.combine(value, self.step, largest=largest)
+
+    def combine_pipelines(self, value: float, *, largest: bool = False) -> float:
+        """The same over this rank of every pipeline of `dp_group`; `value` itself without one."""
+        return self._agreement.combine_pipelines(value, self.step, largest=largest)
+
+    def combine_power(
+        self, own: float, of_ties: float, *, largest: bool, groups: Sequence[dist.ProcessGroup]
+    ) -> float:
+        """The power of the whole norm, of this rank's `own` gradients and those of its ties. Collective.
+
+        It is to be added up over `groups`, so if those add up pipelines, the ties count in one of them.
+        """
+        side = self.exchange.side
+        if side is None:
+            return self.combine(add_powers(own, of_ties, largest=largest), largest=largest)
+        own, of_ties = self.combine(own, largest=largest), self.combine(of_ties, largest=largest)
+        if side.is_global:
+            of_ties = self.combine_pipelines(of_ties, largest=largest)
+        if not side.is_lead and any(
+            set(side.ranks or ()) <= set(dist.get_process_group_ranks(group)) for group in groups
+        ):
+            of_ties = 0.0
+        return add_powers(own, of_ties, largest=largest)
 
     def check_scaling(self) -> None:
         """Raise ConfigError, on every rank, if a schedule of torch has scaled a tie's gradient twice.
@@ -135,17 +154,33 @@ class Ownership:
             self.together(look)
 
     def check(self) -> bool:
-        """True if every replica is bit for bit the owner's value. Collective.
+        """True if every replica, in every pipeline, is bit for bit the owner's value. Collective.
 
         Raises ReplicaMismatchError with the largest difference, on every holder of the tie.
         """
+        side = self.exchange.side
         try:
-            return self.exchange.check(self.step)
+            if side is None:
+                return self.exchange.check(self.step)
+            differences = self.exchange.differences(self.step)
         except ReplicaMismatchError:
             raise  # all of its holders have it, and `sync` may follow
         except BaseException as error:
             self.report(f"the check of replicas after step {self.step}", error)
             raise
+        everyone = self._agreement.everyone(lambda: json.dumps(differences))
+        for pipeline, answers in enumerate(everyone):
+            for rank, answer in enumerate(answers):
+                for name, (inside, across) in json.loads(answer).items():
+                    if inside or across:
+                        tie = self.plan[name]
+                        raise ReplicaMismatchError(
+                            f"tie {tie.tie.names}: rank {rank} of pipeline {pipeline}: a copy is not that of "
+                            f"the owner, rank {tie.owner}, after step {self.step}: copies of the pipeline "
+                            f"differ by up to {inside:g}, this one from pipeline 0 by up to {across:g}; "
+                            "something other than the owner's step has written the weights"
+                        )
+        return True
 
     def sync(self) -> None:
         """Give every holder, and the owner's masters, the value of the tie's first name. Collective.
@@ -178,9 +213,15 @@ class Ownership:
             frozen = "" if tie.requires_grad else ", frozen"
             lines.append(f"{' = '.join(tie.tie.names)}: one parameter, {shape} {tie.dtype}{frozen}")
             for holder in tie.holders:
-                role = "owns it" if holder.rank == tie.owner else "holds a replica"
+                owns = holder.rank == tie.owner and not self.is_follower
+                role = "owns it" if owns else "holds a replica"
                 stages = ", ".join(map(str, holder.stages))
                 lines.append(f"  rank {holder.rank} {role} (stage {stages}, {holder.use.value} use)")
+        side = self.exchange.side
+        if side is not None:
+            whose = "rank in pipeline 0, for all" if side.is_global else "rank of each, in equal steps"
+            scope = self.plan.scope.value
+            lines.append(f"pipeline {side.index} of {side.size}: owned by the {whose} (scope {scope})")
         return "\n".join(lines)
 
     @contextmanager
@@ -198,6 +239,8 @@ class Ownership:
         if isinstance(error, ExchangeError) and f"step {self.step}" not in str(error):
             error.args = (f"{where}: {error}",)  # an agreement of all ranks does not know its purpose
         first = (str(error).splitlines() or [""])[0]
+        if self.exchange.side is not None:
+            where = f"{where} of pipeline {self._agreement.index}"
         self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
         self.abandon()
 
@@ -211,8 +254,7 @@ class Ownership:
     def abandon(self) -> None:
         """Close the lines at once, so that every peer that waits for this rank fails. Local."""
         self.exchange.close()
-        if self.group is not None:
-            self.group.close()
+        self._agreement.close()
 
     def __repr__(self) -> str:
         return f"<Ownership of rank {self.rank}: {self.describe()}>"
@@ -226,12 +268,13 @@ def assign_owners(
     owner: OwnerChoice | Mapping[str, OwnerChoice] = "auto",
     names: NameMap | None = None,
     uses: Mapping[str, str] | None = None,
+    scope: Literal["pipeline", "global"] = "pipeline",
+    dp_group: dist.ProcessGroup | DeviceMesh | None = None,
     timeout: timedelta | None = None,
 ) -> Ownership:
-    """Decide who owns each tie of a pipeline, and make its copies one. Collective over `group`.
+    """Decide who owns each tie, and make its copies one. Collective over `group`, and `dp_group`.
 
-    Every rank of the pipeline calls it, also one that holds no tied parameter, before it makes its
-    optimizer.
+    Every rank calls it, also one that holds no tied parameter, before it makes its optimizer.
 
     stages: this rank's stage modules, or PipelineStages of torch.distributed.pipelining, or none.
         Their parameters are named as in the full model, apart from the prefixes of DDP,
@@ -241,6 +284,11 @@ def assign_owners(
         (without an initialised process group: a world of one). Ranks here are those of the group.
     owner: `"auto"`, `"first"`, `"last"`, or a rank, for all ties or by canonical name.
     uses: overrides how a parameter is used, by name: `"lookup"` or `"dense"`.
+    scope: `"pipeline"`: an owner in each of several equal pipelines; `"global"`: one for all, in the first.
+    dp_group: as `group`, the ranks of this rank's stages in all pipelines, in the order of those. The
+        combined gradient of a tie is averaged over it, once. DistributedDataParallel then leaves ties
+        out where it wraps a stage after this call; before is right too. Without `dp_group` gradients
+        are averaged before they are combined, by DistributedDataParallel or FSDP.
     timeout: bounds every wait of one rank for another; by default the group's.
 
     Names that meet on one rank become one Parameter there. A schedule of torch.distributed.pipelining
@@ -254,7 +302,16 @@ def assign_owners(
     differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
     PeerTimeoutError if a rank of the group never calls.
     """
-    return assign_over(_fabric(group, timeout), stages, ties, owner=owner, names=names, uses=uses)
+    return assign_over(
+        fabric_of(group, timeout),
+        stages,
+        ties,
+        owner=owner,
+        names=names,
+        uses=uses,
+        scope=scope,
+        side=None if dp_group is None else lambda: side_group(group, dp_group, timeout),
+    )
 
 
 def assign_over(
@@ -266,14 +323,22 @@ def assign_over(
     names: NameMap | None = None,
     uses: Mapping[str, str] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    scope: str = "pipeline",
+    side: Callable[[], SideGroup] | None = None,
 ) -> Ownership:
-    """`assign_owners` over any fabric. Collective over its ranks."""
+    """`assign_owners` over any fabric. Collective over its ranks, and those of the group that `side` gives.
+
+    `side` is called once, where an error of it reaches all ranks.
+    """
     rank, world_size = fabric.rank, fabric.world_size
-    everyone = tuple(range(world_size))
-    group = fabric.group(everyone, "agreement") if world_size > 1 else None
+    everyone = fabric.group(tuple(range(world_size)), "agreement") if world_size > 1 else None
+    agreement = Agreement(everyone, rank)
     numbered: dict[int, torch.nn.Module] = {}
+    sides: list[SideGroup] = []
 
     def describe() -> str:
+        if side is not None:
+            sides.append(side())
         numbered.update(numbered_stages(stages, rank=rank, world_size=world_size))
         reshard(numbered.values())
         found = describe_uses(numbered, rank=rank, names=names, uses=_uses(uses))
@@ -283,125 +348,79 @@ def assign_over(
             "ties": [list(tie.names) for tie in wanted],
             "owner": dict(owner) if isinstance(owner, Mapping) else owner,
             "shards": describe_shards(numbered, wanted, names=names),
+            "scope": as_scope(scope).value,
+            "side": [[each.fabric.rank, each.fabric.world_size] for each in sides],
         }
         return json.dumps(answer)
 
-    answers = [json.loads(text) for text in together(group, rank, describe)]
-    _check_alike(answers)
-    every_use = [_use_from_json(fields) for answer in answers for fields in answer["uses"]]
-    plan = plan_ownership(
-        [Tie(tuple(tie)) for tie in answers[0]["ties"]], every_use, world_size=world_size, owner=owner
-    )
-    check_shards(plan, {other: answer["shards"] for other, answer in enumerate(answers)})
+    def agree() -> OwnershipPlan:
+        return _plan([json.loads(text) for text in agreement.everyone(describe)[0]], world_size=world_size)
+
+    plan = agree_beside(agreement, fabric, sides, agree)
     tied: dict[str, TiedParameter] = {}
 
     def make_one() -> str:
-        tied.update(_tie_here(plan.held_by(rank), numbered, fabric, names=names))
-        return ""
+        tied.update(tie_here(plan.held_by(rank), numbered, fabric, names=names))
+        return averages(numbered.values(), tied, sides[0].ranks) if sides else ""
 
-    together(group, rank, make_one)
+    averaged = agreement.everyone(make_one)
+    if sides:
+        check_alike(averaged)
+        share_averages(plan, tied, averaged[0])
+        for module in numbered.values():
+            keep_out(module, [tie.parameter for tie in tied.values() if not tie.is_averaged])
+    return _connect(plan, tied, stages, fabric, agreement, sides, chunk_bytes=chunk_bytes)
+
+
+def _connect(
+    plan: OwnershipPlan,
+    tied: Mapping[str, TiedParameter],
+    stages: Stage | Sequence[Stage],
+    fabric: Fabric,
+    agreement: Agreement,
+    sides: Sequence[SideGroup],
+    *,
+    chunk_bytes: int,
+) -> Ownership:
+    """Open the lines of `plan` and make all copies equal. Collective."""
     listed = [stages] if isinstance(stages, torch.nn.Module | _PipelineStageBase) else list(stages)
     pipeline_stages = [stage for stage in listed if isinstance(stage, _PipelineStageBase)]
     scale_shared_once(pipeline_stages)
-    exchange = Exchange(rank, tied, _lines(fabric, plan, chunk_bytes))
-    ownership = Ownership(plan, exchange, fabric=fabric, group=group)
+    lines = _open_lines(plan, fabric, chunk_bytes)
+    beside = [DataParallel(each, fabric.rank, plan.scope, chunk_bytes=chunk_bytes) for each in sides]
+    exchange = Exchange(fabric.rank, tied, lines, *beside)
+    ownership = Ownership(plan, exchange, fabric=fabric, agreement=agreement)
     ownership.pipeline_stages += pipeline_stages
     ownership.share_first_values()
     return ownership
 
 
-def _fabric(group: dist.ProcessGroup | DeviceMesh | None, timeout: timedelta | None) -> Fabric:
-    """A fabric over the ranks of `group`, on a prefix of the default store of its own."""
-    if not (dist.is_available() and dist.is_initialized()):
-        if group is not None:
-            raise ConfigError("group= was given, but torch.distributed is not initialised")
-        return MemoryNetwork(1, timeout=timeout or _ALONE).fabric(0)
-    if isinstance(group, DeviceMesh) and group.ndim != 1:
-        raise ConfigError(
-            f"group= is a DeviceMesh with the dimensions {group.mesh_dim_names or group.ndim}; give the "
-            'pipeline\'s alone, such as mesh["pp"]'
-        )
-    chosen: Any = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
-    member = isinstance(chosen, dist.ProcessGroup)
-    ranks = dist.get_process_group_ranks(chosen) if member else []
-    if dist.get_rank() not in ranks:
-        raise ConfigError(
-            f"rank {dist.get_rank()} is not in the group= it was given (ranks {ranks}); give every rank the "
-            "group of its own pipeline"
-        )
-    rank = ranks.index(dist.get_rank())
-    wait = timeout or chosen._get_backend(chosen._device_types[0]).options._timeout
-    store = PrefixStore(
-        f"piper_owner/{chosen.group_name}/{'-'.join(map(str, ranks))}",
-        dist.distributed_c10d._get_default_store(),
-    )
-    # Every call gets a prefix of its own: a rank's n-th call meets the others' n-th.
-    call = store.add(f"calls/{rank}", 1)
-    return GlooFabric(PrefixStore(str(call), store), rank, len(ranks), timeout=wait)
+def _open_lines(plan: OwnershipPlan, fabric: Fabric, chunk_bytes: int) -> dict[int, Line]:
+    """By peer, this rank's line to each rank that it exchanges a tie with."""
+    lines = {}
+    for low, high in plan.pairs:
+        if fabric.rank in (low, high):
+            peer = high if fabric.rank == low else low
+            lines[peer] = Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes)
+    return lines
 
 
-def _lines(fabric: Fabric, plan: OwnershipPlan, chunk_bytes: int) -> dict[int, Line]:
-    """This rank's lines by peer, opened in the order that all ranks have."""
-    peers = [high if fabric.rank == low else low for low, high in plan.pairs if fabric.rank in (low, high)]
-    return {peer: Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes) for peer in peers}
-
-
-def _check_alike(answers: Sequence[Mapping[str, Any]]) -> None:
+def _plan(answers: list[dict[str, Any]], *, world_size: int) -> OwnershipPlan:
+    """The plan of a pipeline from what each of its ranks says."""
     for other, answer in enumerate(answers):
-        for what in ("ties", "owner"):
+        for what in ("ties", "owner", "scope"):
             if answer[what] != answers[0][what]:
                 raise TieError(
                     f"assign_owners was called with {what}={answers[0][what]!r} on rank 0 and {what}="
                     f"{answer[what]!r} on rank {other}; give every rank the same"
                 )
-
-
-def _tie_here(
-    ties: Sequence[TiePlan],
-    stages: Mapping[int, torch.nn.Module],
-    fabric: Fabric,
-    *,
-    names: NameMap | None,
-) -> dict[str, TiedParameter]:
-    """This rank's part in each of `ties`, by name; collective over the meshes that shard them."""
-    found = [place for module in stages.values() for place in named_places(module, names)]
-    places = {
-        tie.name: [(module, leaf) for name, module, leaf in found if name in tie.tie.names] for tie in ties
-    }
-    for tie in ties:
-        parameters = [module._parameters[leaf] for module, leaf in places[tie.name]]
-        _agree_over_shards(tie, parameters, fabric.timeout)
-    tied = {}
-    for tie in ties:
-        parameter = unite(stages, tie.tie, names=names, may_be_meta=tie.source != fabric.rank)
-        tied[tie.name] = TiedParameter(
-            plan=tie,
-            parameter=allocated(stages, parameter),
-            places=tuple(places[tie.name]),
-            is_empty=parameter.is_meta,
-        )
-    return tied
-
-
-def _agree_over_shards(tie: TiePlan, parameters: Iterable[torch.Tensor | None], timeout: timedelta) -> None:
-    """Raise TieError, on every rank of a mesh that shards one of `parameters`, unless all pipelines have
-    the same owner of `tie`. Collective over the mesh.
-
-    The state of a sharded tie is one DTensor: all of its parts are at the same stage.
-    """
-    groups = {g.group_name: g for p in parameters if p is not None for g in mesh_groups(p)}
-    for shards in groups.values():
-        fabric = _fabric(shards, timeout)
-        group = fabric.group(tuple(range(fabric.world_size)), "shards")
-        try:
-            owners = gather_texts(group, fabric.rank, str(tie.owner))
-        finally:
-            group.close()
-        if len(set(owners)) > 1:
-            raise TieError(
-                f"tie {tie.tie.names}: it is sharded over pipelines that chose the ranks "
-                f"{', '.join(owners)} of theirs as its owner; give every one the same owner="
-            )
+    scope = Scope(answers[0]["scope"])
+    check_grid([answer["side"][0] if answer["side"] else None for answer in answers], scope)
+    every_use = [_use_from_json(fields) for answer in answers for fields in answer["uses"]]
+    ties = [Tie(tuple(tie)) for tie in answers[0]["ties"]]
+    plan = plan_ownership(ties, every_use, world_size=world_size, owner=answers[0]["owner"])
+    check_shards(plan, {other: answer["shards"] for other, answer in enumerate(answers)})
+    return replace(plan, scope=scope)
 
 
 def _uses(uses: Mapping[str, str] | None) -> dict[str, Use]:

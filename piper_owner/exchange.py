@@ -9,6 +9,7 @@ gradient was needed before (`finalize_grads`) or the optimizer is not element-wi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
@@ -16,11 +17,12 @@ from typing import assert_never
 import torch
 
 from piper_owner.dag.nodes import Sync, SyncKind
+from piper_owner.data_parallel import DataParallel
 from piper_owner.errors import ExchangeError
 from piper_owner.freezing import Freezing
 from piper_owner.replicas import Replicas
 from piper_owner.sharding import like, local_of
-from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad
+from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad, wide_dtype
 from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
 from piper_owner.transport.wire import Header, Phase, row_ranges, rows_per_chunk
@@ -42,11 +44,18 @@ class Exchange:
 
     `lines` maps each peer rank to the line of the pair; `tied` maps the canonical name of each
     tie held here to its `TiedParameter`. All ranks run the sync nodes that
-    `p2p_nodes.insert_ownership` planned, with the same `step` number.
+    `p2p_nodes.insert_ownership` planned, with the same `step` number. `side` leads to the same rank
+    of other pipelines; then `reduce_grads` comes before the nodes, and `spread_weights` behind them.
     """
 
-    def __init__(self, rank: int, tied: Mapping[str, TiedParameter], lines: Mapping[int, Line]) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        tied: Mapping[str, TiedParameter],
+        lines: Mapping[int, Line],
+        side: DataParallel | None = None,
+    ) -> None:
+        self.rank, self.side = rank, side
         self.tied = dict(tied)
         self.lines = dict(lines)
         self._replicas = Replicas(rank, self.tied, self.lines)
@@ -71,6 +80,8 @@ class Exchange:
         self._begun = step
         self._sent_early.clear()
         self._bytes_sent_early = BytesSent()
+        if self._is_global:
+            return
         expected = self._freezing.awaited()
         for node in nodes:
             if node.kind is SyncKind.RECV_GRAD:
@@ -83,9 +94,10 @@ class Exchange:
         """Start to send the gradients among `nodes` whose ties are `ready`: nothing adds to them any more.
 
         A tie goes behind all earlier ones, in the order in which its owner receives; their `run`
-        does nothing then. Without a `begin` for `step` it does nothing. Local; does not wait.
+        does nothing then. Without a `begin` for `step` it does nothing, nor with one owner for several
+        pipelines: there the gradient is reduced first. Local; does not wait.
         """
-        if not self.has_begun(step):
+        if not self.has_begun(step) or self._is_global:
             return
         for node in nodes:
             if node.kind is SyncKind.SEND_GRAD and node.bucket not in self._sent_early:
@@ -105,7 +117,27 @@ class Exchange:
         for early in self._early.values():
             early.settle()
 
+    @property
+    def _is_global(self) -> bool:
+        return self.side is not None and self.side.is_global
+
     # -- the step
+
+    def reduce_grads(self, names: Container[str], step: int) -> None:
+        """Bring the shares of the ties `names` to the lead pipeline, if that owns them for all."""
+        for tie in self.tied.values() if self.side is not None else ():
+            if tie.plan.name in names:
+                assert self.side is not None
+                tie.is_due = tie.stepper is not None
+                if self._is_global:
+                    self.side.reduce_grad(tie, step)
+
+    def spread_weights(self, names: Container[str], step: int) -> None:
+        """Hand the new weights of the ties `names` to the other pipelines, if they have no owner."""
+        for tie in self.tied.values() if self._is_global else ():
+            if tie.plan.name in names:
+                assert self.side is not None
+                self.side.spread_weight(tie, step)
 
     def run(self, node: Sync, step: int) -> None:
         """Run one sync node of this rank's program. Raises ExchangeError when a peer fails."""
@@ -150,7 +182,7 @@ class Exchange:
         Call it when something needs the whole gradient before the step, such as a global norm.
         """
         for tie in self.tied.values():
-            if tie.due:
+            if tie.due or tie.is_due:
                 assert tie.stepper is not None
                 whole = None
                 for update in self._combined(tie, step):
@@ -179,17 +211,23 @@ class Exchange:
         for line in self.lines.values():
             total += line.sent
             line.sent = BytesSent()
+        if self.side is not None:
+            total += self.side.sent
+            self.side.sent = BytesSent()
         return total
 
     def close(self) -> None:
         """Close every line."""
         for line in self.lines.values():
             line.close()
+        if self.side is not None:
+            self.side.close()
 
     # -- the replica's side
 
     def _send_grad(self, tie: TiedParameter, step: int, *, copy: bool) -> None:
-        grad, tie.parameter.grad = take_grad(tie), None
+        grad = take_grad(tie) if tie.wide_grad is None else tie.wide_grad
+        tie.parameter.grad = tie.wide_grad = None
         header = header_of(tie, Phase.GRAD, step)
         wire = None if grad is None else grad.to(header.dtype)
         self.lines[tie.plan.owner].send(header, wire, copy=copy and wire is grad)
@@ -209,6 +247,7 @@ class Exchange:
         with self._freezing.naming(line, header):
             incoming = line.receive(header)
         self._fill(tie, incoming)
+        tie.is_updated = incoming.present
         # The owner has answered, so it has the gradient: let its memory go. Not more: the owner may
         # wait for others before it takes the weights that this rank has sent it.
         line.flush(header_of(tie, Phase.GRAD, step))
@@ -249,6 +288,7 @@ class Exchange:
         else:
             stepper.finish()
         tie.parameter.grad = tie.wide_grad = None
+        tie.is_updated = outgoing is not None
 
     def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
         header = header_of(tie, Phase.WEIGHT, step)
@@ -258,10 +298,14 @@ class Exchange:
         """The combined gradient, chunk by chunk; nothing when every share of it is None."""
         own = take_grad(tie) if tie.wide_grad is None else local_of(tie.wide_grad)
         assert tie.stepper is not None
-        due, tie.due = tie.due, []
+        due, tie.due, tie.is_due = tie.due, [], False
         incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
         shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
-        if own is None and not shares:
+        present = own is not None or bool(shares)
+        averages = self.side is not None and not self._is_global
+        if averages and self.side is not None:
+            present = self.side.agree(tie, step, present=present)
+        if not present:
             return
         rows_here = rows_of(tie.parameter)
         if not rows_here.numel():  # such as the last shard of few rows: nothing travels, and it is stepped
@@ -279,7 +323,11 @@ class Exchange:
                 assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
                 parts[rank] = rows.to(rows_here.device)
             mine = None if own is None else rows_of(own)[start:stop]
+            if mine is None and not parts:  # another pipeline has one
+                mine = torch.zeros_like(rows_here[start:stop], dtype=wide_dtype(tie))
             grad = _add(self.rank, mine, parts)
+            if averages and self.side is not None and not tie.is_averaged:
+                grad = self.side.average(tie, step, grad)
             grad = grad.to(tie.stepper.dtype).view_as(rows_here[start:stop])
             yield _Update(start, stop, grad)
         for chunks in shares.values():
@@ -303,15 +351,34 @@ class Exchange:
 
     # -- before the first step, and between steps
 
-    def share_values(self, *, warn: bool = True, from_owner: bool = False) -> None:
-        """Give every holder the value of the canonical name's holder, or the owner's; see `replicas`."""
+    def share_values(self, *, warn: bool = True, from_owner: bool = False) -> tuple[str, ...]:
+        """Give every holder the value of the canonical name's holder, or the owner's; see `replicas`.
+
+        Among pipelines the lead's value goes to all. The ties whose value here was not that of the lead.
+        """
         self._settle()
-        self._replicas.share_values(warn=warn, from_owner=from_owner)
+        messages = []
+        differed: dict[str, str] = {}
+        if self.side is None or self.side.is_lead:
+            messages = self._replicas.share_values(from_owner=from_owner)
+        if self.side is not None:
+            differed = self.side.share_values(self.tied)
+        # Not before: where warnings are errors, the other ranks must not be left waiting.
+        for message in (*messages, *differed.values()) if warn else ():
+            warnings.warn(message, stacklevel=5)
+        return tuple(differed)
 
     def check(self, step: int) -> bool:
         """Whether every replica holds the owner's value, bit for bit; see `replicas`."""
         self._settle()
         return self._replicas.check(step)
+
+    def differences(self, step: int) -> dict[str, tuple[float, float]]:
+        """By tie, the largest difference in the pipeline, and to the lead pipeline. Raises for neither."""
+        self._settle()
+        inside = self._replicas.differences(step)
+        across = {} if self.side is None else self.side.differences(self.tied, step)
+        return {name: (worst, across.get(name, 0.0)) for name, worst in inside.items()}
 
 
 def _add(rank: int, own: torch.Tensor | None, parts: dict[int, torch.Tensor]) -> torch.Tensor:

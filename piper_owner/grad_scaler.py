@@ -88,6 +88,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = self.get_scale()
         with ownership.reporting(f"the agreement on infinities of step {ownership.step}"):
             largest = ownership.combine(math.inf if here else scale, largest=True)
+            largest = ownership.combine_pipelines(largest, largest=True)
             if largest not in (math.inf, scale):
                 raise ConfigError(
                     f"rank {ownership.rank} scales its losses by {scale:g} and another rank by {largest:g}, "

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from piper_owner.sharding import local_of, reduce_over, shard_groups
 
-__all__ = ["power_over_shards"]
+__all__ = ["add_powers", "power_over_shards"]
+
+
+def add_powers(*powers: float, largest: bool) -> float:
+    """The power of the norm of several parts; `largest` is for the inf norm."""
+    if largest:
+        return math.nan if any(map(math.isnan, powers)) else max(powers, default=0.0)
+    return sum(powers)
 
 
 def power_over_shards(
@@ -42,9 +49,7 @@ def power_over_shards(
             group for group in groups if frozenset(dist.get_process_group_ranks(group)) not in skipped
         ]
         powers.append(reduce_over(open_groups, _power(locals_, norm_type), largest=is_inf))
-    if is_inf:
-        return math.nan if any(map(math.isnan, powers)) else max(powers, default=0.0)
-    return sum(powers)
+    return add_powers(*powers, largest=is_inf)
 
 
 def _power(grads: Iterable[Tensor], norm_type: float) -> float:

@@ -192,7 +192,9 @@ class OwnerOptimizer(WrappingOptimizer):
         self._ownership.together(lambda: self._load(state_dict))
         with self._ownership.reporting("load_state_dict"):
             self._exchange.flush()
-            self._exchange.share_values(warn=False, from_owner=True)
+            differed = self._exchange.share_values(warn=False, from_owner=True)
+        for name in differed:  # its state was of another pipeline's weights than the lead's
+            self._masters.refill(self._exchange.tied[name].parameter)
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
         self._masters.restore(self._inner, state_dict)
@@ -226,9 +228,10 @@ class OwnerOptimizer(WrappingOptimizer):
     ) -> Tensor:
         """Scale all gradients so that their norm over the whole pipeline is at most `max_norm`.
 
-        Each tied parameter counts once, with its combined gradient, and each DTensor with all of its
-        shards. `groups` are further process groups (tensor parallel, or the data parallel one of
-        fully_shard, whether or not it is given) over which the norm of *different* shards adds up.
+        Each tied parameter counts once, with its combined gradient, also if the ranks of `dp_group` are
+        among `groups`, and each DTensor with all of its shards. `groups` are further process groups
+        (tensor parallel, or the data parallel one of fully_shard, whether or not it is given) over
+        which the norm of *different* shards adds up; not that of DistributedDataParallel.
         Returns the norm before scaling, a float64 scalar on the CPU, the same on every rank.
         Collective over the ownership's ranks, and over `groups`. As
         `torch.nn.utils.clip_grad_norm_`, which sees only this rank, with any norm from 1 to inf.
@@ -236,9 +239,14 @@ class OwnerOptimizer(WrappingOptimizer):
         self.finalize_grads()
         grads = self.grads()
         is_inf = norm_type == float("inf")
+        side = self._ownership.exchange.side
+        tied = {id(t.parameter.grad if t.wide_grad is None else t.wide_grad) for t in self._ties.values()}
+        alone = [grad for grad in grads if side is None or id(grad) not in tied]
+        of_ties = [grad for grad in grads if side is not None and id(grad) in tied]
         with self._ownership.reporting(f"the global norm of step {self._ownership.step}"):
-            power = power_over_shards(self._held(), grads, norm_type, counted=groups)
-            power = self._ownership.combine(power, largest=is_inf)
+            power = power_over_shards(self._held(), alone, norm_type, counted=groups)
+            tied_power = power_over_shards((), of_ties, norm_type)
+            power = self._ownership.combine_power(power, tied_power, largest=is_inf, groups=groups)
             power = reduce_over(groups, power, largest=is_inf)
         total = torch.tensor(power, dtype=torch.float64)
         total = total if is_inf else total ** (1.0 / norm_type)
@@ -309,9 +317,9 @@ class OwnerOptimizer(WrappingOptimizer):
         return stepped + [tie.parameter for tie in self._ties.values() if tie.stepper is None]
 
     def _is_replica(self, parameter: Tensor) -> bool:
-        rank = self._ownership.rank
         return any(
-            tie.parameter is parameter and tie.plan.owner != rank for tie in self._exchange.tied.values()
+            tie.parameter is parameter and not self._ownership.owns(tie.plan)
+            for tie in self._exchange.tied.values()
         )
 
     def _listing(self, groups: list[dict[str, Any]], inner: torch.optim.Optimizer) -> str:
@@ -342,7 +350,7 @@ class OwnerOptimizer(WrappingOptimizer):
                 tie.is_live = tie.parameter.requires_grad
         self._masters.make(self.param_groups)
         for tie in self._ties.values():
-            if tie.plan.owner == self._ownership.rank and tie.stepper is None:
+            if self._ownership.owns(tie.plan) and tie.stepper is None:
                 tie.stepper = ParameterStepper(self._inner, tie.parameter, self._masters.get(tie.parameter))
 
     def _refuse_plain_scaler(self) -> None:
@@ -369,6 +377,7 @@ class OwnerOptimizer(WrappingOptimizer):
         self._is_exchanged = True
         self._exchange.take_bytes_sent()
         self._look_at_frozen()
+        self._exchange.reduce_grads(self._live(), self._ownership.step)
         for node in self._nodes():
             if node.kind in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
                 self._exchange.run(node, self._ownership.step)
@@ -385,9 +394,14 @@ class OwnerOptimizer(WrappingOptimizer):
                 self._exchange.announce(tie, self._ownership.step)
 
     def _nodes(self) -> tuple[Sync, ...]:
-        """This rank's sync nodes of one step; a frozen tie has none."""
-        live = [tie.plan for tie in self._ties.values() if tie.is_live]
-        return sync_nodes(live, self._ownership.rank)
+        """This rank's sync nodes of one step; a frozen tie has none, nor a pipeline without an owner."""
+        if self._ownership.is_follower:
+            return ()
+        return sync_nodes([self._ties[name].plan for name in self._live()], self._ownership.rank)
+
+    def _live(self) -> list[str]:
+        """The ties that are not frozen."""
+        return [name for name, tie in self._ties.items() if tie.is_live]
 
     def _step_all(self) -> None:
         if self._ties:
@@ -424,6 +438,7 @@ class OwnerOptimizer(WrappingOptimizer):
         for node in self._nodes():
             if node.kind not in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
                 self._exchange.run(node, self._ownership.step)
+        self._exchange.spread_weights(self._live(), self._ownership.step)
         for stepper in steppers.values():
             stepper.is_stepped = False
 

@@ -26,6 +26,7 @@ __all__ = [
     "OwnerChoice",
     "OwnershipPlan",
     "ParameterUse",
+    "Scope",
     "Tie",
     "TiePlan",
     "Use",
@@ -51,6 +52,15 @@ class Layout(enum.Enum):
 
     DENSE = "dense"
     ROWS = "rows"
+
+
+class Scope(enum.Enum):
+    """How far an owner's reach goes where equal pipelines run side by side on other data."""
+
+    PIPELINE = "pipeline"
+    """Every pipeline has an owner of its own, and all of them take the same step."""
+    GLOBAL = "global"
+    """The owner in the first pipeline steps for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +181,11 @@ class TiePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnershipPlan:
-    """Every tie of a model, sorted by canonical name, over ranks `0..world_size - 1`."""
+    """Every tie of a model, sorted by canonical name, over ranks `0..world_size - 1` of a pipeline."""
 
     world_size: int
     ties: tuple[TiePlan, ...]
+    scope: Scope = Scope.PIPELINE
 
     def __getitem__(self, name: str) -> TiePlan:
         """The tie whose canonical name is `name`; KeyError if there is none."""
@@ -199,8 +210,12 @@ class OwnershipPlan:
         return tuple(tie for tie in self.ties if rank in tie.ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready `{world_size, ties: [...]}`."""
-        return {"world_size": self.world_size, "ties": [tie.to_dict() for tie in self.ties]}
+        """A JSON-ready `{world_size, scope, ties: [...]}`."""
+        return {
+            "world_size": self.world_size,
+            "scope": self.scope.value,
+            "ties": [tie.to_dict() for tie in self.ties],
+        }
 
 
 def elect_owner(tie: Tie, holders: Sequence[Holder], owner: OwnerChoice = "auto") -> int:

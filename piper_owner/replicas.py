@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +13,7 @@ from piper_owner.tied import TiedParameter, header_of
 from piper_owner.transport.messages import Line
 from piper_owner.transport.wire import Header, Phase
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "largest_difference", "same_bits"]
 
 
 class Replicas:
@@ -23,10 +22,10 @@ class Replicas:
     def __init__(self, rank: int, tied: Mapping[str, TiedParameter], lines: Mapping[int, Line]) -> None:
         self.rank, self.tied, self.lines = rank, tied, lines
 
-    def share_values(self, *, warn: bool, from_owner: bool) -> None:
+    def share_values(self, *, from_owner: bool) -> list[str]:
         """Give every holder the value of the canonical name's holder, or the owner's. Collective.
 
-        A copy that differed is overwritten, and `warn` shows the largest difference.
+        A copy that differed is overwritten; how it differed, in words.
         """
         differed = []
         for tie in self.tied.values():
@@ -44,10 +43,7 @@ class Replicas:
                 differed.append(self._take_value(tie, owner))
         for line in self.lines.values():
             line.flush()
-        # Not before: where warnings are errors, the other ranks must not be left waiting.
-        for message in differed if warn else ():
-            if message is not None:
-                warnings.warn(message, stacklevel=5)
+        return [message for message in differed if message is not None]
 
     def _send_value(self, tie: TiedParameter, peer: int) -> None:
         self.lines[peer].send(header_of(tie, Phase.VALUE, 0), local_of(tie.parameter))
@@ -58,9 +54,9 @@ class Replicas:
         assert value is not None
         value = value.to(tie.parameter.device)
         copy = local_of(tie.parameter)
-        if _same_bits(value, copy):
+        if same_bits(value, copy):
             return None
-        difference = 0.0 if tie.is_empty else _largest_difference(value, copy)
+        difference = 0.0 if tie.is_empty else largest_difference(value, copy)
         with torch.no_grad():
             copy.copy_(value)
         if tie.is_empty:
@@ -72,14 +68,17 @@ class Replicas:
             f"holds {tie.plan.name!r}, the tie's first name, so its value was taken"
         )
 
+    def differences(self, step: int) -> dict[str, float]:
+        """By tie, the largest difference of a replica to its owner, known to every holder. Collective."""
+        return {name: self._difference(tie, step) for name, tie in self.tied.items()}
+
     def check(self, step: int) -> bool:
         """Whether every replica holds the owner's value, bit for bit. Collective over the holders.
 
         Raises ReplicaMismatchError, on every holder, with the largest difference of a tie.
         """
         # All ties before the first raise: the ranks of the next tie may be others.
-        differences = {name: self._difference(tie, step) for name, tie in self.tied.items()}
-        for name, difference in differences.items():
+        for name, difference in self.differences(step).items():
             plan = self.tied[name].plan
             if difference != 0.0:
                 raise ReplicaMismatchError(
@@ -100,8 +99,8 @@ class Replicas:
             theirs = theirs.to(tie.parameter.device)
             worst = 0.0
             mine = local_of(tie.parameter)
-            if not _same_bits(theirs, mine):
-                worst = _largest_difference(theirs, mine)
+            if not same_bits(theirs, mine):
+                worst = largest_difference(theirs, mine)
             line.send(verdict, torch.tensor([worst], dtype=torch.float64))
             answer = line.receive(verdict).tensor()
             assert answer is not None
@@ -118,14 +117,15 @@ class Replicas:
         return worst
 
 
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal bit for bit."""
     return torch.equal(
         one.detach().contiguous().reshape(-1).view(torch.uint8),
         two.detach().contiguous().reshape(-1).view(torch.uint8),
     )
 
 
-def _largest_difference(one: torch.Tensor, two: torch.Tensor) -> float:
+def largest_difference(one: torch.Tensor, two: torch.Tensor) -> float:
     """The largest absolute difference of two tensors that differ; infinite where one is not finite."""
     difference = (one.detach().double() - two.detach().double()).abs()
     # Not 0 for values such as 0.0 and -0.0, which differ in their bits alone.

@@ -121,10 +121,11 @@ class Masters:
                 self._of[parameter] = nn.Parameter(parameter.detach().to(self.dtype))
 
     @torch.no_grad()
-    def refill(self) -> None:
-        """Give every master its parameter's value."""
+    def refill(self, only: nn.Parameter | None = None) -> None:
+        """Give every master, or that of `only`, its parameter's value."""
         for parameter, master in self._of.items():
-            master.copy_(parameter)
+            if only is None or only is parameter:
+                master.copy_(parameter)
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from piper_owner.ownership import TiePlan
 from piper_owner.sharding import local_of
 from piper_owner.transport.wire import Header, Phase
 
-__all__ = ["Stepper", "TiedParameter", "header_of", "rows_of", "take_grad"]
+__all__ = ["Stepper", "TiedParameter", "header_of", "rows_of", "take_grad", "wide_dtype"]
 
 
 class Stepper(Protocol):
@@ -63,7 +63,14 @@ class TiedParameter:
     is_live: bool = True
     """Whether it requires a gradient in this step, as all holders have to agree."""
     wide_grad: torch.Tensor | None = None
-    """The combined gradient of `finalize_grads`, where it is wider than `.grad` can be."""
+    """The combined gradient of `finalize_grads`, where it is wider than `.grad` can be; before that, this
+    rank's share of it, averaged over the pipelines, if there is one."""
+    is_due: bool = False
+    """On the owner among several pipelines: the combined gradient is still to be made."""
+    is_updated: bool = False
+    """Whether the last step changed the weights."""
+    is_averaged: bool = False
+    """Whether DistributedDataParallel averages this rank's gradient over the pipelines."""
 
 
 def header_of(tie: TiedParameter, phase: Phase, step: int) -> Header:
@@ -72,6 +79,13 @@ def header_of(tie: TiedParameter, phase: Phase, step: int) -> Header:
     dtype = tie.wire_dtype if phase is Phase.GRAD and tie.wire_dtype is not None else parameter.dtype
     shape = tuple(local_of(parameter).shape)
     return Header(phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=shape)
+
+
+def wide_dtype(tie: TiedParameter) -> torch.dtype:
+    """The dtype in which gradients of `tie` are added: float32 or wider."""
+    own = tie.parameter.dtype
+    wire = tie.wire_dtype or own
+    return torch.promote_types(torch.float32, torch.promote_types(own, wire))
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Ordered lines between pairs of ranks, and checked, chunked messages over them."""
 
-from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work
+from piper_owner.transport.base import Board, Boards, Channel, Fabric, Failure, Group, Work
 from piper_owner.transport.gloo import GlooFabric
 from piper_owner.transport.memory import MemoryFabric, MemoryNetwork
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
@@ -8,6 +8,7 @@ from piper_owner.transport.wire import Header, Phase
 
 __all__ = [
     "Board",
+    "Boards",
     "BytesSent",
     "Channel",
     "Fabric",

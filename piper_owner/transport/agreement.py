@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 
 import torch
 
 from piper_owner import errors
-from piper_owner.errors import PiperOwnerError
+from piper_owner.errors import MessageMismatchError, PiperOwnerError
 from piper_owner.transport.base import Group
 
-__all__ = ["gather_texts", "together"]
+__all__ = ["Agreement", "combine", "gather_texts", "together"]
 
 
 def gather_texts(group: Group | None, rank: int, text: str) -> list[str]:
@@ -39,12 +40,12 @@ def gather_texts(group: Group | None, rank: int, text: str) -> list[str]:
     return [part.numpy().tobytes().decode() for part in parts]
 
 
-def together(group: Group | None, rank: int, work: Callable[[], str]) -> list[str]:
+def together(group: Group | None, rank: int, work: Callable[[], str], *, who: str = "rank") -> list[str]:
     """Call `work` and show its text to every rank; `gather_texts` of what they answer. Collective.
 
     If it raises on any rank, every rank raises: the failing one its own error, the others one of
-    the same class of the package, or an InputError, that says which rank failed. Nobody is left
-    waiting.
+    the same class of the package, or an InputError, that says which rank failed (`who`
+    names what the ranks of the group are). Nobody is left waiting.
     """
     failure: Exception | None = None
     try:
@@ -63,5 +64,77 @@ def together(group: Group | None, rank: int, work: Callable[[], str]) -> list[st
         if "error" in other:
             kind: type[PiperOwnerError] = getattr(errors, other["error"])
             failed = rank if group is None else group.ranks[index]
-            raise kind(f"rank {failed} failed: {other['text']}")
+            raise kind(f"{who} {failed} failed: {other['text']}")
     return [other["text"] for other in answers]
+
+
+def combine(
+    group: Group | None, rank: int, value: float, step: int, *, largest: bool, who: str = "rank"
+) -> float:
+    """The sum, or the largest, of the `value` of every rank of `group`, added in ascending rank. Collective.
+
+    Raises MessageMismatchError on every rank unless all of them are in the same `step`.
+    """
+    if group is None:
+        return value
+    mine = group.ranks.index(rank)
+    everyone = torch.zeros(2, len(group.ranks), dtype=torch.float64)
+    everyone[0, mine] = value
+    everyone[1, mine] = step
+    group.all_reduce(everyone)
+    values: list[float] = everyone[0].tolist()
+    steps: list[float] = everyone[1].tolist()
+    if len(set(steps)) > 1:
+        where = ", ".join(f"{who} {rank} in {step:g}" for rank, step in enumerate(steps))
+        raise MessageMismatchError(
+            f"the {who}s are in different steps: {where}. All of them take or skip a step together: "
+            "decide by what is equal on each, such as the norm that clip_grad_norm_ returns"
+        )
+    if largest:
+        return max(values) if not any(map(math.isnan, values)) else math.nan
+    return sum(values)
+
+
+class Agreement:
+    """What the ranks of a pipeline agree on, and the pipelines beside it with them.
+
+    `group` is the pipeline, None for one rank. `side` is None, or this rank's group across the
+    pipelines; its ranks are the pipelines' numbers. All of a grid call the same methods in one order.
+    """
+
+    def __init__(self, group: Group | None, rank: int) -> None:
+        self.group, self.rank = group, rank
+        self.side: Group | None = None
+        self.index = 0
+        """This rank's pipeline."""
+
+    def widen(self, side: Group, index: int) -> None:
+        """From now on agree with the other pipelines too."""
+        self.side, self.index = side, index
+
+    def everyone(self, work: Callable[[], str]) -> list[list[str]]:
+        """`work()` of every rank, by pipeline and rank; an error on one is raised on all. Collective."""
+        if self.side is None:
+            return [together(self.group, self.rank, work)]
+        # First inside each pipeline, then between the same ranks of all: so everybody knows everything.
+        texts = together(
+            self.side,
+            self.index,
+            lambda: json.dumps(together(self.group, self.rank, work)),
+            who="pipeline",
+        )
+        return [json.loads(text) for text in texts]
+
+    def combine(self, value: float, step: int, *, largest: bool = False) -> float:
+        """`combine` over the pipeline."""
+        return combine(self.group, self.rank, value, step, largest=largest)
+
+    def combine_pipelines(self, value: float, step: int, *, largest: bool = False) -> float:
+        """`combine` of the same rank's values in all pipelines."""
+        return combine(self.side, self.index, value, step, largest=largest, who="pipeline")
+
+    def close(self) -> None:
+        """Give the groups up. Twice is fine."""
+        for group in (self.group, self.side):
+            if group is not None:
+                group.close()

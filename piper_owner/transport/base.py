@@ -23,7 +23,7 @@ import torch
 
 from piper_owner.errors import PeerLostError, PeerTimeoutError
 
-__all__ = ["Board", "Channel", "Fabric", "Failure", "Group", "Work", "cause", "lost", "timed_out"]
+__all__ = ["Board", "Boards", "Channel", "Fabric", "Failure", "Group", "Work", "cause", "lost", "timed_out"]
 
 
 class Work(Protocol):
@@ -66,6 +66,23 @@ class Board(abc.ABC):
     @abc.abstractmethod
     def first(self) -> Failure | None:
         """The first failure, or None if there is none or the board is out of reach. Does not block."""
+
+
+class Boards(Board):
+    """Several boards as one: a report goes to each, and the first failure on any of them counts."""
+
+    def __init__(self, *boards: Board) -> None:
+        self._boards = boards
+
+    def report(self, failure: Failure) -> None:
+        """Write `failure` on every board that has none yet."""
+        for board in self._boards:
+            board.report(failure)
+
+    def first(self) -> Failure | None:
+        """The failure of the first board that has one."""
+        found = (board.first() for board in self._boards)
+        return next((failure for failure in found if failure is not None), None)
 
 
 def timed_out(board: Board, rank: int, peer: str, timeout: timedelta) -> PeerTimeoutError:
@@ -119,6 +136,14 @@ class Group(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the contiguous CPU tensor by its sum over the group, the same bits on each rank."""
+
+    @abc.abstractmethod
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace the contiguous CPU tensor of rank `root` by the sum; the others' hold anything then."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace the contiguous CPU tensor of every rank by that of rank `root`."""
 
     @abc.abstractmethod
     def close(self) -> None:

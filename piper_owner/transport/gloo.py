@@ -50,6 +50,8 @@ class _ProcessGroup(Protocol):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> C10dWork: ...
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> C10dWork: ...
     def allreduce(self, tensors: list[torch.Tensor], /) -> C10dWork: ...
+    def reduce(self, tensors: list[torch.Tensor], options: dist.ReduceOptions, /) -> C10dWork: ...
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /) -> C10dWork: ...
 
 
 class FailureBoard(Board):
@@ -183,13 +185,28 @@ class GlooGroup(Group):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the group."""
+        self._run(lambda group: group.allreduce([tensor]))
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """Sum over the group, on `root`."""
+        options = dist.ReduceOptions()
+        options.rootRank = self.ranks.index(root)
+        self._run(lambda group: group.reduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """The tensor of `root`, everywhere."""
+        options = dist.BroadcastOptions()
+        options.rootRank = self.ranks.index(root)
+        self._run(lambda group: group.broadcast([tensor], options))
+
+    def _run(self, start: Callable[[_ProcessGroup], C10dWork]) -> None:
         fabric, peers = self._fabric, f"ranks {self.ranks}"
         if self._is_closed:
             raise lost(fabric.board, fabric.rank, peers, "the group is closed")
         if self._group is None:
             return
         try:
-            self._group.allreduce([tensor]).wait(fabric.timeout)
+            start(self._group).wait(fabric.timeout)
         except RuntimeError as error:
             self.close()  # a member that waits for this one's share fails at once
             raise _explain(error, fabric.board, fabric.rank, peers, fabric.timeout) from error

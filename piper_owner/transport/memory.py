@@ -193,6 +193,23 @@ class _MemoryGroup(Group):
         self._is_closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._sum(tensor))
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        total = self._sum(tensor)
+        if self._rank == root:
+            tensor.copy_(total)
+        else:
+            tensor.zero_()  # the contract leaves it open, so nobody may count on the old value
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        # The sum of bits, not of values: -0.0 + 0.0 is 0.0.
+        mine = tensor.detach().reshape(-1).view(torch.uint8).clone()
+        if self._rank != root:
+            mine.zero_()
+        tensor.detach().reshape(-1).view(torch.uint8).copy_(self._sum(mine))
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         state, network = self._round, self._network
         try:
             with network.changed:
@@ -207,7 +224,7 @@ class _MemoryGroup(Group):
         except ExchangeError:
             self.close()
             raise
-        tensor.copy_(total)
+        return total
 
     def _share(self, tensor: torch.Tensor, number: int) -> None:
         """Put this rank's share down; the last one to do so adds them."""
