@@ -61,7 +61,7 @@ class DataParallel:
         self.rank, self.scope, self.ranks = rank, scope, side.ranks
         self.index, self.size = fabric.rank, fabric.world_size
         self.sent = BytesSent()
-        """What this rank sent since it was last set, as gloo's rings and trees send it."""
+        """What this rank sent since it was last set, in chains, rings and trees as gloo does."""
         self._chunk_bytes = chunk_bytes
         self._group = fabric.group(tuple(range(self.size)), "tied")
 

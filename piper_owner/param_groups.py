@@ -11,14 +11,7 @@ from torch import Tensor
 
 from piper_owner.errors import ConfigError, TieError
 
-__all__ = [
-    "check_class",
-    "check_listing",
-    "hyperparameters",
-    "normalised_groups",
-    "options_of",
-    "without",
-]
+__all__ = ["check_class", "check_listing", "hyperparameters", "normalised_groups", "options_of", "without"]
 
 
 def normalised_groups(params: Any, *, taken: Iterable[Tensor] = ()) -> list[dict[str, Any]]:  # noqa: ANN401

@@ -444,6 +444,31 @@ def test_all_reduce_sums_to_the_same_bits_on_every_rank(ranks: Ranks) -> None:
     assert len(first[11]) == 5000 * 8
 
 
+def _reduce_and_broadcast(fabric: Fabric) -> list[tuple[list[float], list[float]]]:
+    group = fabric.group(tuple(range(fabric.world_size)), "roots")
+    results = []
+    for root in group.ranks:
+        summed = torch.full((3,), 2.0**fabric.rank, dtype=torch.float64)
+        group.reduce(summed, root)
+        given = torch.tensor([-0.0, float(fabric.rank)], dtype=torch.float64)
+        group.broadcast(given, root)
+        results.append(
+            (summed.tolist() if fabric.rank == root else [], [*given.tolist(), given[0].signbit().item()])
+        )
+    group.close()
+    assert failing(lambda: group.reduce(torch.ones(1), 0))[0] == "PeerLostError"
+    assert failing(lambda: group.broadcast(torch.ones(1), 0))[0] == "PeerLostError"
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduce_and_broadcast_to_and_from_any_rank(ranks: Ranks, size: int) -> None:
+    for rank, found in enumerate(ranks.run(size, _reduce_and_broadcast)):
+        for root, (summed, received) in enumerate(found):
+            assert summed == ([2.0**size - 1] * 3 if rank == root else [])
+            assert received == [-0.0, float(root), True]
+
+
 def _reduce_and_die(fabric: Fabric, dying: int) -> tuple[str, str, float] | None:
     group = fabric.group((0, 1, 2), "norm")
     group.all_reduce(torch.ones(3))

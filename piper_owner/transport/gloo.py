@@ -50,7 +50,6 @@ class _ProcessGroup(Protocol):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> C10dWork: ...
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> C10dWork: ...
     def allreduce(self, tensors: list[torch.Tensor], /) -> C10dWork: ...
-    def reduce(self, tensors: list[torch.Tensor], options: dist.ReduceOptions, /) -> C10dWork: ...
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /) -> C10dWork: ...
 
 
@@ -188,10 +187,19 @@ class GlooGroup(Group):
         self._run(lambda group: group.allreduce([tensor]))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        """Sum over the group, on `root`."""
-        options = dist.ReduceOptions()
-        options.rootRank = self.ranks.index(root)
-        self._run(lambda group: group.reduce([tensor], options))
+        """Sum over the group, on `root`, in a chain: gloo's own reduce sends up to twice as much.
+
+        The rank before the root comes last and passes its tensor on to the one before it, and so on.
+        """
+        self._check_open()
+        size, mine = len(self.ranks), self.ranks.index(self._fabric.rank)
+        place = (mine - self.ranks.index(root)) % size
+        if place + 1 < size:
+            theirs = torch.empty_like(tensor)
+            self._run(lambda group: group.recv([theirs], (mine + 1) % size, 0))
+            tensor.add_(theirs)
+        if place > 0:
+            self._run(lambda group: group.send([tensor], (mine - 1) % size, 0))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """The tensor of `root`, everywhere."""
@@ -200,9 +208,8 @@ class GlooGroup(Group):
         self._run(lambda group: group.broadcast([tensor], options))
 
     def _run(self, start: Callable[[_ProcessGroup], C10dWork]) -> None:
+        self._check_open()
         fabric, peers = self._fabric, f"ranks {self.ranks}"
-        if self._is_closed:
-            raise lost(fabric.board, fabric.rank, peers, "the group is closed")
         if self._group is None:
             return
         try:
@@ -210,6 +217,11 @@ class GlooGroup(Group):
         except RuntimeError as error:
             self.close()  # a member that waits for this one's share fails at once
             raise _explain(error, fabric.board, fabric.rank, peers, fabric.timeout) from error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            fabric = self._fabric
+            raise lost(fabric.board, fabric.rank, f"ranks {self.ranks}", "the group is closed")
 
     def close(self) -> None:
         """Drop the process group."""
