@@ -110,6 +110,10 @@ class DataParallel:
                 rows.copy_(chunk.div_(self.size).view_as(rows))
         tie.wide_grad = whole
 
+    def agree_on_change(self, tie: TiedParameter, step: int) -> None:
+        """Make sure that the tie is frozen, or thawed, in every pipeline before the same step."""
+        self._announce(self._header(tie, Phase.FREEZE, step, present=tie.is_live))
+
     def agree(self, tie: TiedParameter, step: int, *, present: bool) -> bool:
         """Whether any pipeline has a gradient of `tie`; then `average` of each chunk follows."""
         return any(self._announce(self._header(tie, Phase.GRAD, step, present=present)))

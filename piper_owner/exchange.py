@@ -161,11 +161,14 @@ class Exchange:
                 assert_never(node.kind)
 
     def announce(self, tie: TiedParameter, step: int) -> None:
-        """Tell the peers of `tie` that it is frozen from `step` on, or that it is not any more. Local.
+        """Tell the peers of `tie` that it is frozen from `step` on, or that it is not any more.
 
-        It comes before every other message of the step, `begin` included; `agree` follows.
+        It comes before every other message of the step, `begin` included; `agree` follows. Local, but
+        where several pipelines have a part in the step it is agreed with those at once.
         """
         self._freezing.announce(tie, step)
+        if self.side is not None and (self._is_global or tie.plan.owner == self.rank):
+            self.side.agree_on_change(tie, step)
 
     def agree(self, step: int, *, if_announced: bool = False) -> None:
         """Wait until it is sure that every peer has frozen what this rank has; steps nothing.

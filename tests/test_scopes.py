@@ -239,6 +239,8 @@ def test_case_08_none_is_not_zeros_and_a_missing_share_counts_as_zeros(scope: st
         for each in grads:
             add_grad(weight, each.get((place.index, place.rank)))
             place.opt.step()
+            if not each:
+                assert (place.opt.sent.grads, place.opt.sent.weights) == (0, 0)
             place.opt.zero_grad()
             assert place.own.check()
             values.append(weight.item())
@@ -350,11 +352,13 @@ def test_copies_start_equal_and_stay_so_after_sync_and_load(scope: str) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("where", [(1, 0), (1, 1), (0, 1)])
-def test_a_copy_that_differs_is_found_on_every_rank(scope: str, where: tuple[int, int]) -> None:
+@pytest.mark.parametrize("where", [(1, 0), (1, 1), (0, 1), (1, None)], ids=str)
+def test_a_copy_that_differs_is_found_on_every_rank(scope: str, where: tuple[int, int | None]) -> None:
+    """Also a pipeline whose own copies are equal."""
+
     def work(place: Place) -> None:
         place.train(held(place), scope=scope)
-        if (place.index, place.rank) == where:
+        if place.index == where[0] and where[1] in (None, place.rank):
             with torch.no_grad():
                 next(place.module.parameters()).add_(0.25)
         place.own.check()
@@ -377,6 +381,30 @@ def test_ranks_in_different_steps_are_told(scope: str) -> None:
     assert any(isinstance(error, MessageMismatchError) for error in found)
     assert all(isinstance(error, ExchangeError) for error in found)
     assert any("step is 1, expected 0" in str(error) and "embed.weight" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_case_09_a_tie_frozen_in_one_pipeline_or_in_all(scope: str, everywhere: bool) -> None:
+    def work(place: Place) -> list[float]:
+        place.train(held(place), scope=scope)
+        weight, values = next(place.module.parameters()), []
+        for step in range(3):
+            weight.requires_grad_(step != 1 or not (everywhere or place.index == 1))
+            if weight.requires_grad:
+                add_grad(weight, 1.0 + place.index + 2 * place.rank)
+            place.opt.step()
+            place.opt.zero_grad()
+            values.append(weight.item())
+        assert place.own.check()
+        return values
+
+    if everywhere:
+        assert grid(2, 2, work) == [near([0.5, 0.5, 0.0])] * 4
+        return
+    found = grid_errors(2, 2, work)
+    assert all(isinstance(error, ExchangeError) for error in found)
+    assert all("'embed.weight'" in str(error) and "change of requires_grad" in str(error) for error in found)
 
 
 def test_plans_that_differ_between_pipelines() -> None:

@@ -15,10 +15,13 @@ from ranks import RankFailures
 from tiny import one_torch_thread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from piper_owner.assignment import assign_owners
 from piper_owner.errors import ExchangeError, PiperOwnerError
+from piper_owner.frontends.torch_pipelining import attach
 from piper_owner.optimizer_wrap import OwnerOptimizer
 from piper_owner.transport import Fabric
 
@@ -125,6 +128,56 @@ def test_five_steps_with_ddp_are_one_process(
         assert int(found.pop("states")) == 2 + owns
         for name, value in found.items():
             assert torch.allclose(value, right[name], rtol=0, atol=1e-10), name
+
+
+def scheduled(fabric: Fabric, scope: str) -> dict[str, Tensor]:
+    """A schedule of torch with `attach`: with one owner for all, gradients leave only in the step."""
+    with process_group(fabric):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        index, place = divmod(fabric.rank, 2)
+        part = Part(place, 8)
+        stage = PipelineStage(part, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        own = assign_owners(stage, TIE, group=mesh["pp"], scope=scope, dp_group=mesh["dp"])  # type: ignore[arg-type]
+        stage.submod = DistributedDataParallel(part, process_group=mesh.get_group("dp"))
+        opt = OwnerOptimizer(part.parameters(), torch.optim.AdamW, ownership=own, lr=0.05)
+
+        def loss(out: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+        schedule = Schedule1F1B(stage, 3, loss_fn=loss)
+        attach(schedule, opt)
+        for step in range(5):
+            ids, labels = (each.chunk(2)[index] for each in ids_of(step, 8))
+            schedule.step(ids) if place == 0 else schedule.step(target=labels)
+            norm = opt.clip_grad_norm_(0.5)
+            opt.step()
+            opt.zero_grad()
+        assert own.check()
+        own.close()
+        return {**{name: p.detach().clone() for name, p in part.named_parameters()}, "norm": norm}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_five_steps_under_a_schedule_of_torch(rank_pool: RankPool, scope: str) -> None:
+    right = one_process(8)
+    for found in rank_pool.run(4, scheduled, scope):
+        for name, value in found.items():
+            assert torch.allclose(value, right[name], rtol=0, atol=1e-10), name
+
+
+def sharded(fabric: Fabric) -> str:
+    with process_group(fabric):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        part = Part(fabric.rank % 2, 8)
+        fully_shard(part, mesh=mesh["dp"])
+        with pytest.raises(PiperOwnerError) as caught:
+            assign_owners(part, TIE, group=mesh["pp"], dp_group=mesh["dp"])
+        return str(caught.value)
+
+
+def test_a_sharded_tie_is_averaged_already(rank_pool: RankPool) -> None:
+    found = rank_pool.run(4, sharded)
+    assert all("embed.weight" in text and "leave dp_group out" in text for text in found), found
 
 
 def norm_over_pipelines(fabric: Fabric, scope: str) -> tuple[float, float]:
