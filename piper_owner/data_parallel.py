@@ -62,6 +62,8 @@ class DataParallel:
         self.index, self.size = fabric.rank, fabric.world_size
         self.sent = BytesSent()
         """What this rank sent since it was last set, in chains, rings and trees as gloo does."""
+        self.received = BytesSent()
+        """What its peers sent it in the same way."""
         self._chunk_bytes = chunk_bytes
         self._group = fabric.group(tuple(range(self.size)), "tied")
 
@@ -103,6 +105,8 @@ class DataParallel:
             chunk = self._staged(tie, grad, start, stop, header.dtype)
             with self._naming(header):
                 self._group.reduce(chunk, _LEAD)
+            if self.index + 1 < self.size:
+                self.received += BytesSent(grads=chunk.nbytes)
             if whole is None:
                 self.sent += BytesSent(grads=chunk.nbytes)
             else:
@@ -124,6 +128,7 @@ class DataParallel:
         with self._naming(self._header(tie, Phase.GRAD, step)):
             self._group.all_reduce(mean)
         self.sent += BytesSent(grads=2 * mean.nbytes * (self.size - 1) // self.size)
+        self.received += BytesSent(grads=2 * mean.nbytes * (self.size - 1) // self.size)
         return mean.div_(self.size).to(rows.device)
 
     def spread_weight(self, tie: TiedParameter, step: int) -> None:
@@ -136,6 +141,7 @@ class DataParallel:
         for start, stop, chunk in self._values(tie, header):
             if not self.is_lead:
                 rows[start:stop].copy_(chunk)
+                self.received += BytesSent(weights=chunk.nbytes)
             self.sent += BytesSent(weights=chunk.nbytes * self._num_children())
 
     # -- between steps
@@ -224,6 +230,7 @@ class DataParallel:
         with self._naming(header):
             self._group.all_reduce(everyone)
         self.sent += BytesSent(other=2 * everyone.nbytes * (self.size - 1) // self.size)
+        self.received += BytesSent(other=2 * everyone.nbytes * (self.size - 1) // self.size)
         found = []
         try:
             for other, raw in enumerate(everyone):

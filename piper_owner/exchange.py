@@ -9,8 +9,10 @@ gradient was needed before (`finalize_grads`) or the optimizer is not element-wi
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -22,6 +24,7 @@ from piper_owner.errors import ExchangeError
 from piper_owner.freezing import Freezing
 from piper_owner.replicas import Replicas
 from piper_owner.sharding import like, local_of
+from piper_owner.stats import StepClock, StepStats
 from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad, wide_dtype
 from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
@@ -63,7 +66,7 @@ class Exchange:
         self._early: dict[int, EarlyReceiver] = {}
         self._begun: int | None = None
         self._sent_early: set[str] = set()
-        self._bytes_sent_early = BytesSent()
+        self.clock = StepClock()
 
     # -- while the rank still computes; all of it may be left out
 
@@ -79,7 +82,6 @@ class Exchange:
         """
         self._begun = step
         self._sent_early.clear()
-        self._bytes_sent_early = BytesSent()
         if self._is_global:
             return
         expected = self._freezing.awaited()
@@ -103,13 +105,8 @@ class Exchange:
             if node.kind is SyncKind.SEND_GRAD and node.bucket not in self._sent_early:
                 if node.bucket not in ready:
                     return
-                tie = self.tied[node.bucket]
-                line = self.lines[tie.plan.owner]
-                before, line.sent = line.sent, BytesSent()
                 # A copy: gradients may share storage, and others on this rank may still be scaled.
-                self._send_grad(tie, step, copy=True)
-                self._bytes_sent_early += line.sent
-                line.sent = before
+                self._send_grad(self.tied[node.bucket], step, copy=True)
                 self._sent_early.add(node.bucket)
 
     def _settle(self) -> None:
@@ -125,19 +122,25 @@ class Exchange:
 
     def reduce_grads(self, names: Container[str], step: int) -> None:
         """Bring the shares of the ties `names` to the lead pipeline, if that owns them for all."""
-        for tie in self.tied.values() if self.side is not None else ():
+        if self.side is None:
+            return
+        start = time.perf_counter()
+        for tie in self.tied.values():
             if tie.plan.name in names:
-                assert self.side is not None
                 tie.is_due = tie.stepper is not None
                 if self._is_global:
                     self.side.reduce_grad(tie, step)
+        self.clock.grads += time.perf_counter() - start
 
     def spread_weights(self, names: Container[str], step: int) -> None:
         """Hand the new weights of the ties `names` to the other pipelines, if they have no owner."""
-        for tie in self.tied.values() if self._is_global else ():
+        if self.side is None or not self.side.is_global:
+            return
+        start = time.perf_counter()
+        for tie in self.tied.values():
             if tie.plan.name in names:
-                assert self.side is not None
                 self.side.spread_weight(tie, step)
+        self.clock.weights += time.perf_counter() - start
 
     def run(self, node: Sync, step: int) -> None:
         """Run one sync node of this rank's program. Raises ExchangeError when a peer fails."""
@@ -177,13 +180,20 @@ class Exchange:
         the first gradient of each replica to be announced, or for nothing `if_announced`.
         """
         if self._freezing.is_pending or not if_announced:
+            start = time.perf_counter()
             self._freezing.agree(step, self._early)
+            self.clock.grads += time.perf_counter() - start
 
     def finalize_grads(self, step: int) -> None:
         """Receive all gradients that are due; the sums go into the owners' `.grad` or `wide_grad`.
 
         Call it when something needs the whole gradient before the step, such as a global norm.
         """
+        start = time.perf_counter() - self.clock.grads  # which is counted apart
+        self._finalize_grads(step)
+        self.clock.ties += time.perf_counter() - self.clock.grads - start
+
+    def _finalize_grads(self, step: int) -> None:
         for tie in self.tied.values():
             if tie.due or tie.is_due:
                 assert tie.stepper is not None
@@ -209,15 +219,28 @@ class Exchange:
             line.flush()
 
     def take_bytes_sent(self) -> BytesSent:
-        """Bytes sent since the last call."""
-        total = BytesSent()
-        for line in self.lines.values():
-            total += line.sent
-            line.sent = BytesSent()
-        if self.side is not None:
-            total += self.side.sent
-            self.side.sent = BytesSent()
-        return total
+        """Bytes sent since the last call, but for `share_values` and `check`."""
+        return self.take_stats().sent
+
+    def take_stats(self) -> StepStats:
+        """What was moved, and how long it took, since the last call, but for `share_values` and `check`."""
+        sent, received = BytesSent(), BytesSent()
+        for line in self._counters():
+            sent, received = sent + line.sent, received + line.received
+            line.sent, line.received = BytesSent(), BytesSent()
+        return StepStats(sent=sent, received=received, seconds=self.clock.take())
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        before = [(line, line.sent, line.received) for line in self._counters()]
+        try:
+            yield
+        finally:
+            for line, sent, received in before:
+                line.sent, line.received = sent, received
+
+    def _counters(self) -> list[Line | DataParallel]:
+        return [*self.lines.values(), *([] if self.side is None else [self.side])]
 
     def close(self) -> None:
         """Close every line."""
@@ -241,10 +264,9 @@ class Exchange:
                 f"tie {tie.plan.tie.names}: a backward ran on rank {self.rank} after the schedule had sent "
                 "its gradient; run other backwards before the last schedule.step, or leave attach out"
             )
-        owner = self.lines[tie.plan.owner]
-        owner.sent, self._bytes_sent_early = owner.sent + self._bytes_sent_early, BytesSent()
 
     def _recv_weight(self, tie: TiedParameter, step: int) -> None:
+        start = time.perf_counter()
         line = self.lines[tie.plan.owner]
         header = header_of(tie, Phase.WEIGHT, step)
         with self._freezing.naming(line, header):
@@ -254,6 +276,7 @@ class Exchange:
         # The owner has answered, so it has the gradient: let its memory go. Not more: the owner may
         # wait for others before it takes the weights that this rank has sent it.
         line.flush(header_of(tie, Phase.GRAD, step))
+        self.clock.weights += time.perf_counter() - start
 
     def _fill(self, tie: TiedParameter, incoming: Incoming) -> None:
         # A copy, not a receive into the parameter: it raises if a graph still needs the old value.
@@ -265,6 +288,7 @@ class Exchange:
     # -- the owner's side
 
     def _owner_step(self, tie: TiedParameter, step: int) -> None:
+        start = time.perf_counter() - self.clock.grads
         stepper = tie.stepper
         assert stepper is not None, f"rank {self.rank} owns {tie.plan.name!r} without a stepper"
         for rank in tie.plan.replicas:
@@ -272,7 +296,7 @@ class Exchange:
             # ties of each other, each takes the other's gradient only in its own owner step.
             self.lines[rank].flush(header_of(tie, Phase.WEIGHT, step))
         if not stepper.chunkable:
-            self.finalize_grads(step)
+            self._finalize_grads(step)
         outgoing: list[Outgoing] | None = None
         weights = rows_of(tie.parameter)
         for update in self._combined(tie, step):
@@ -292,6 +316,7 @@ class Exchange:
             stepper.finish()
         tie.parameter.grad = tie.wide_grad = None
         tie.is_updated = outgoing is not None
+        self.clock.ties += time.perf_counter() - self.clock.grads - start
 
     def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
         header = header_of(tie, Phase.WEIGHT, step)
@@ -301,6 +326,7 @@ class Exchange:
         """The combined gradient, chunk by chunk; nothing when every share of it is None."""
         own = take_grad(tie) if tie.wide_grad is None else local_of(tie.wide_grad)
         assert tie.stepper is not None
+        began = time.perf_counter()
         due, tie.due, tie.is_due = tie.due, [], False
         incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
         shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
@@ -308,6 +334,7 @@ class Exchange:
         averages = self.side is not None and not self._is_global
         if averages and self.side is not None:
             present = self.side.agree(tie, step, present=present)
+        self.clock.grads += time.perf_counter() - began
         if not present:
             return
         rows_here = rows_of(tie.parameter)
@@ -321,16 +348,20 @@ class Exchange:
         )
         for start, stop in row_ranges(header.num_rows, chunk_rows):
             parts = {}
+            began = time.perf_counter()
             for rank, chunks in shares.items():
                 begin, end, rows = next(chunks)
                 assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
                 parts[rank] = rows.to(rows_here.device)
+            self.clock.grads += time.perf_counter() - began
             mine = None if own is None else rows_of(own)[start:stop]
             if mine is None and not parts:  # another pipeline has one
                 mine = torch.zeros_like(rows_here[start:stop], dtype=wide_dtype(tie))
             grad = _add(self.rank, mine, parts)
             if averages and self.side is not None and not tie.is_averaged:
+                began = time.perf_counter()
                 grad = self.side.average(tie, step, grad)
+                self.clock.grads += time.perf_counter() - began
             grad = grad.to(tie.stepper.dtype).view_as(rows_here[start:stop])
             yield _Update(start, stop, grad)
         for chunks in shares.values():
@@ -362,10 +393,11 @@ class Exchange:
         self._settle()
         messages = []
         differed: dict[str, str] = {}
-        if self.side is None or self.side.is_lead:
-            messages = self._replicas.share_values(from_owner=from_owner)
-        if self.side is not None:
-            differed = self.side.share_values(self.tied)
+        with self._uncounted():
+            if self.side is None or self.side.is_lead:
+                messages = self._replicas.share_values(from_owner=from_owner)
+            if self.side is not None:
+                differed = self.side.share_values(self.tied)
         # Not before: where warnings are errors, the other ranks must not be left waiting.
         for message in (*messages, *differed.values()) if warn else ():
             warnings.warn(message, stacklevel=5)
@@ -374,13 +406,15 @@ class Exchange:
     def check(self, step: int) -> bool:
         """Whether every replica holds the owner's value, bit for bit; see `replicas`."""
         self._settle()
-        return self._replicas.check(step)
+        with self._uncounted():
+            return self._replicas.check(step)
 
     def differences(self, step: int) -> dict[str, tuple[float, float]]:
         """By tie, the largest difference in the pipeline, and to the lead pipeline. Raises for neither."""
         self._settle()
-        inside = self._replicas.differences(step)
-        across = {} if self.side is None else self.side.differences(self.tied, step)
+        with self._uncounted():
+            inside = self._replicas.differences(step)
+            across = {} if self.side is None else self.side.differences(self.tied, step)
         return {name: (worst, across.get(name, 0.0)) for name, worst in inside.items()}
 
 

@@ -9,6 +9,7 @@ inner optimizer's own.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from piper_owner.param_groups import (
     without,
 )
 from piper_owner.sharding import local_of, reduce_over, refuse_late_sharding, shard_groups
+from piper_owner.stats import StepSeconds, StepStats
 from piper_owner.stepping import (
     ELEMENT_WISE,
     Masters,
@@ -38,7 +40,6 @@ from piper_owner.stepping import (
     unhooked_step,
 )
 from piper_owner.tied import TiedParameter
-from piper_owner.transport import BytesSent
 from piper_owner.wrapping import WrappingOptimizer
 
 __all__ = ["ELEMENT_WISE", "OwnerOptimizer", "ParameterStepper", "state_bytes"]
@@ -83,8 +84,8 @@ class OwnerOptimizer(WrappingOptimizer):
         self._has_looked = False
         self.is_syncing = True
         """False inside `no_sync`."""
-        self.sent = BytesSent()
-        """Bytes of the tied sync that this rank sent in its last step, by kind."""
+        self._stats: StepStats | None = StepStats()
+        self._seconds = 0.0
         groups: list[dict[str, Any]] = []
         made: list[torch.optim.Optimizer] = []
 
@@ -206,6 +207,14 @@ class OwnerOptimizer(WrappingOptimizer):
         """The ownership it was made with."""
         return self._ownership
 
+    @property
+    def stats(self) -> StepStats:
+        """Bytes of the tied sync that this rank sent and received in its last step, taken or skipped, by
+        kind, and the seconds of its phases. All zero before the first. Local."""
+        if self._stats is None:  # a rank without ties, which pays for what is asked
+            self._stats = StepStats(seconds=StepSeconds(rest=self._seconds))
+        return self._stats
+
     def finalize_grads(self) -> None:
         """Bring every tie's gradient to its owner and add it up, once in a step. Collective.
 
@@ -306,6 +315,7 @@ class OwnerOptimizer(WrappingOptimizer):
             self.finalize_grads()
         for tie in self._ties.values():
             tie.wide_grad = None
+        self._stats = self._exchange.take_stats()
         self._is_exchanged = self._has_looked = False
         self._ownership.step += 1
 
@@ -375,7 +385,6 @@ class OwnerOptimizer(WrappingOptimizer):
                     )
             return
         self._is_exchanged = True
-        self._exchange.take_bytes_sent()
         self._look_at_frozen()
         self._exchange.reduce_grads(self._live(), self._ownership.step)
         for node in self._nodes():
@@ -407,11 +416,15 @@ class OwnerOptimizer(WrappingOptimizer):
         if self._ties:
             self._send_grads()
             self._step_ties()
+            start = time.perf_counter()
             self._exchange.flush()
-            self.sent = self._exchange.take_bytes_sent()
+            self._exchange.clock.flush += time.perf_counter() - start
+            self._stats = self._exchange.take_stats()
         else:
             self._ownership.check_scaling()  # the first time it is collective
+            start = time.perf_counter()
             self._step_inner()
+            self._stats, self._seconds = None, time.perf_counter() - start
         self._is_exchanged = self._has_looked = False
         self._ownership.step += 1
 
@@ -429,7 +442,9 @@ class OwnerOptimizer(WrappingOptimizer):
         kept = [(tie, tie.parameter.grad, tie.wide_grad) for tie in hidden]
         for tie in hidden:
             tie.parameter.grad = tie.wide_grad = None
+        start = time.perf_counter()
         self._step_inner()
+        self._exchange.clock.rest += time.perf_counter() - start
         for tie, grad, wide_grad in kept:
             tie.parameter.grad, tie.wide_grad = grad, wide_grad
         for name in live:

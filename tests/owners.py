@@ -137,7 +137,9 @@ def errors(num: int, work: Callable[[Fabric], object], *, timeout: float = 2.0) 
 def process_group(fabric: Fabric) -> Iterator[None]:
     """torch.distributed as a user has it, over the ranks of the pool; warnings are errors."""
     assert isinstance(fabric, GlooFabric)
-    store = PrefixStore("user", fabric._store)
+    # Numbered: the addresses of an earlier group of the same call still stand in the store.
+    number = fabric._store.add(f"process groups of rank {fabric.rank}", 1)
+    store = PrefixStore(f"user{number}", fabric._store)
     try:
         dist.init_process_group(
             "gloo", store=store, rank=fabric.rank, world_size=fabric.world_size, timeout=fabric.timeout

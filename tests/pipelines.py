@@ -283,7 +283,7 @@ def train(fabric: Fabric, case: Case) -> Trained:
                         assert num_messages(own) == before
             in_schedule.append(num_messages(own) - before)
             opt.step()
-            sent.append(opt.sent)
+            sent.append(opt.stats.sent)
             messages.append(num_messages(own) - before)
             opt.zero_grad()
             assert own.check()

@@ -208,7 +208,7 @@ def messages_of(fabric: Fabric, case: Case) -> list[tuple[int, BytesSent]]:
             before = num_messages(here.own)
             here.run(step)
             here.opt.step()
-            found.append((num_messages(here.own) - before, here.opt.sent))
+            found.append((num_messages(here.own) - before, here.opt.stats.sent))
         return found
 
 

@@ -137,7 +137,7 @@ def accumulating(fabric: Fabric, microbatches: int) -> tuple[float, int]:
         opt.step()
         assert own.check()
         own.close()
-        sent = opt.sent
+        sent = opt.stats.sent
         return float(inner.get_parameter(NAMES[stage]).detach()[0]), sent.grads + sent.weights
 
 

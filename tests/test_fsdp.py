@@ -185,7 +185,12 @@ def train(fabric: Fabric, case: Case) -> dict[str, Any]:
         states = [type(v) for state in opt.state.values() for k, v in state.items() if k != "step"]
         assert set(states) <= {DTensor}
         tied = own.exchange.tied["embed.weight"].parameter
-        found = {"weights": full(module), "norms": norms, "has_state": tied in opt.state, "sent": opt.sent}
+        found = {
+            "weights": full(module),
+            "norms": norms,
+            "has_state": tied in opt.state,
+            "sent": opt.stats.sent,
+        }
         own.close()
         return found
 

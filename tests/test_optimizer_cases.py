@@ -69,7 +69,7 @@ def test_case_01_and_06_microbatches_and_accumulation(microbatches: int) -> None
                 rank.backward(1 / microbatches)
         rank.backward(1 / microbatches)
         rank.opt.step()
-        return rank.value(), rank.opt.sent.total
+        return rank.value(), rank.opt.stats.sent.total
 
     assert [value for value, _ in ranks(2, work)] == [HALF, HALF]
 
@@ -99,7 +99,7 @@ def test_case_01_microbatches_on_one_device_or_two_equal_one_process(devices: in
             opt.zero_grad()
             assert own.check()
             seen.append(params[0].detach().clone())
-            sent += opt.sent.total
+            sent += opt.stats.sent.total
         return seen, sent
 
     whole = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -124,7 +124,7 @@ def test_case_02_messages_do_not_depend_on_microbatches() -> None:
         for _ in range(microbatches):
             rank.backward()
         rank.opt.step()
-        return rank.rank, line.messages - before, rank.opt.sent.to_dict()
+        return rank.rank, line.messages - before, rank.opt.stats.sent.to_dict()
 
     one, four, sixteen = (ranks(2, partial(work, microbatches=n)) for n in (1, 4, 16))
     assert one == four == sixteen
@@ -145,7 +145,7 @@ def test_case_01_names_on_one_rank_are_one_parameter_without_messages() -> None:
             add_grad(next(iter(stage.parameters())), grad)
         opt.step()
         own.check()
-        return params[0].item() if params else 0.5, len(params), opt.sent.total
+        return params[0].item() if params else 0.5, len(params), opt.stats.sent.total
 
     assert ranks(2, work) == [(HALF, 1, 0), (HALF, 0, 0)]
 
@@ -191,7 +191,7 @@ def test_case_07_clip_then_step_exchanges_once() -> None:
         norm = rank.opt.clip_grad_norm_(100.0)
         rank.opt.finalize_grads()
         rank.opt.step()
-        return float(norm), rank.value(), rank.opt.sent.grads
+        return float(norm), rank.value(), rank.opt.stats.sent.grads
 
     assert ranks(2, work) == [(5.0, HALF, 0), (5.0, HALF, 8)]
 
@@ -254,7 +254,7 @@ def test_case_09_frozen_on_all_sends_nothing_and_unfreezes_together(owner: int, 
                 rank.opt.clip_grad_norm_(1e6)
             rank.opt.step()
             rank.opt.zero_grad()
-            sent = rank.opt.sent.grads + rank.opt.sent.weights
+            sent = rank.opt.stats.sent.grads + rank.opt.stats.sent.weights
             found.append((sum(line.messages for line in lines) - before, sent, parameter.item()))
             assert len(rank.opt.state) == int(fabric.rank == owner and len(found) > 2)
             assert rank.own.check()
@@ -548,7 +548,7 @@ def test_case_18_every_call_works_on_ranks_without_the_tie() -> None:
         value = rank.module.get_parameter(names[fabric.rank]).item() if holds else 0.5
         rank.own.close()
         assert rank.local.item() == near(0.4)
-        return value, rank.opt.sent.total - rank.opt.sent.other, float(norm)
+        return value, rank.opt.stats.sent.total - rank.opt.stats.sent.other, float(norm)
 
     norm = near(13.0)  # 4 * 6**2 + 5**2 = 13**2
     assert ranks(4, work) == [(HALF, 8, norm), (0.5, 0, norm), (0.5, 0, norm), (HALF, 8, norm)]
@@ -612,7 +612,7 @@ def test_case_22_a_bias_stays_local() -> None:
         rank.opt.step()
         if fabric.rank == 1:
             assert rank.module.get_parameter("head.bias").item() == 0.5
-        return rank.opt.sent.grads, rank.opt.sent.weights
+        return rank.opt.stats.sent.grads, rank.opt.stats.sent.weights
 
     assert ranks(2, work) == [(0, 8), (8, 0)]
 
@@ -840,7 +840,7 @@ def test_grad_dtype_is_that_of_the_wire(wire: torch.dtype | None, size: int) -> 
     def work(fabric: Fabric) -> tuple[int, float]:
         rank = Rank(fabric, dtype=torch.float32, grad_dtype=wire)
         rank.step()
-        return rank.opt.sent.grads, rank.value()
+        return rank.opt.stats.sent.grads, rank.value()
 
     half = near(0.5, 1e-6)
     assert ranks(2, work) == [(0, half), (size, half)]
@@ -1128,7 +1128,7 @@ def test_half_the_state_of_two_copies_and_the_same_weights() -> None:
             add_grad(rank.weight, share)
             rank.opt.step()
             rank.opt.zero_grad()
-            sent = (rank.opt.sent.grads, rank.opt.sent.weights)
+            sent = (rank.opt.stats.sent.grads, rank.opt.stats.sent.weights)
             copied.grad = share.clone()
             group.all_reduce(copied.grad)
             bare.step()

@@ -265,7 +265,7 @@ def test_case_30_add_param_group() -> None:
         add_grad(rank.local, 1.0)
         rank.opt.step()
         sizes = [len(group["params"]) for group in rank.opt.param_groups]
-        return [rank.value(), rank.local.item()], sizes, rank.opt.sent.total
+        return [rank.value(), rank.local.item()], sizes, rank.opt.stats.sent.total
 
     owner, replica = ranks(2, work)
     assert owner[:2] == (near([0.0, 0.9]), [1, 1])
@@ -668,7 +668,7 @@ def test_a_world_of_one_does_everything() -> None:
         rank.own.sync()
         rank.opt.load_state_dict(rank.opt.state_dict())
         assert "one parameter" in rank.own.describe()
-        assert rank.opt.sent.total == 0
+        assert rank.opt.stats.sent.total == 0
         assert rank.opt.ownership is rank.own
         assert next(iter(rank.opt.state.values()))["master"].dtype == torch.float32
         rank.own.close()

@@ -128,7 +128,7 @@ def case_four(scope: str, shape: tuple[int, ...], factor: float, **arguments: An
         place.opt.step()
         assert place.own.check()
         assert bool((weight == weight.flatten()[0]).all())
-        return float(weight.detach().flatten()[0]), place.num_states, place.opt.sent.grads
+        return float(weight.detach().flatten()[0]), place.num_states, place.opt.stats.sent.grads
 
     return grid(2, 2, work)
 

@@ -747,18 +747,17 @@ def _count(fabric: Fabric) -> tuple[BytesSent, int, BytesSent]:
             line.receive(header).tensor()
             line.receive(header)
     line.flush()
-    first, line.sent = line.sent, BytesSent()
-    return first, line.messages, line.sent
+    return line.sent, line.messages, line.received
 
 
-def test_bytes_are_counted_by_kind_on_the_sender(ranks: Ranks) -> None:
+def test_bytes_are_counted_by_kind_on_both_sides(ranks: Ranks) -> None:
     (sent, messages, rest), received = ranks.run(2, _count)
     size, headers = 130 * 3 * 4, 2 * len(Phase) * HEADER_BYTES
     assert sent == BytesSent(grads=size, weights=size, other=(len(Phase) - 2) * size + headers)
     assert sent.total == len(Phase) * size + headers == sum(sent.to_dict().values())
     assert messages == 2 * len(Phase)
     assert rest == BytesSent()
-    assert received == (BytesSent(), 0, BytesSent())
+    assert received == (BytesSent(), 0, sent)
 
 
 def _default_dtype(fabric: Fabric) -> list[str]:

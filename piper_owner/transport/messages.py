@@ -21,7 +21,8 @@ __all__ = ["BytesSent", "Incoming", "Line", "Outgoing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesSent:
-    """Payload bytes of the tied sync by kind; `other` is headers, presence and norms."""
+    """Payload bytes of the tied sync by kind, as their sender counts them; `other` is headers, presence
+    and norms."""
 
     ids: int = 0
     rows: int = 0
@@ -54,14 +55,15 @@ _KIND_OF_PHASE: Final = {Phase.GRAD: "grads", Phase.WEIGHT: "weights"}
 class Line:
     """Checked messages between this rank and `channel.peer`.
 
-    Not thread-safe. `sent` counts what was posted since it was last set to `BytesSent()`, and
-    `messages` the headers among it.
+    Not thread-safe. `sent` counts what was posted, and `received` what has arrived, since each was
+    last set to `BytesSent()`; `messages` counts the headers among the former.
     """
 
     def __init__(self, channel: Channel, *, chunk_bytes: int) -> None:
         self.channel = channel
         self.chunk_bytes = chunk_bytes
         self.sent = BytesSent()
+        self.received = BytesSent()
         self.messages = 0
         self.refused: Header | None = None
         """A header that arrived and was not expected, where one of the two is a change of requires_grad."""
@@ -121,6 +123,7 @@ class Line:
                 raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 with _Context(where):
                     self.channel.post_recv(raw).wait()
+                self.received += BytesSent(other=raw.nbytes)
                 header = Header.decode(raw, where)
             header.check(expected, where, any_tensor=any_tensor)
         except MessageMismatchError:
@@ -266,8 +269,7 @@ class Incoming:
             rows, work = arriving
             if index + 1 < len(ranges):
                 arriving = self._post(ranges[index + 1], buffers[(index + 1) % 2])
-            with _Context(self._where):
-                work.wait()
+            self._finish(work, rows)
             yield start, stop, rows
 
     def tensor(self) -> torch.Tensor | None:
@@ -290,9 +292,14 @@ class Incoming:
             for start, stop in self.header.ranges()
         ]
         for start, stop, part, work in posted:
-            with _Context(self._where):
-                work.wait()
+            self._finish(work, part)
             yield start, stop, part
+
+    def _finish(self, work: Work, rows: torch.Tensor) -> None:
+        with _Context(self._where):
+            work.wait()
+        kind = _KIND_OF_PHASE.get(self.header.phase, "other")
+        self._line.received += BytesSent(**{kind: rows.nbytes})
 
     def _post(self, span: tuple[int, int], buffer: torch.Tensor) -> tuple[torch.Tensor, Work]:
         rows = buffer[: span[1] - span[0]]
