@@ -240,7 +240,7 @@ def test_case_08_none_is_not_zeros_and_a_missing_share_counts_as_zeros(scope: st
             add_grad(weight, each.get((place.index, place.rank)))
             place.opt.step()
             if not each:
-                assert (place.opt.sent.grads, place.opt.sent.weights) == (0, 0)
+                assert (place.opt.stats.sent.grads, place.opt.stats.sent.weights) == (0, 0)
             place.opt.zero_grad()
             assert place.own.check()
             values.append(weight.item())
