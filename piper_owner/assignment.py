@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -14,24 +13,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from piper_owner.answers import TieLike, describe_stages, plan_from
 from piper_owner.data_parallel import DataParallel, SideGroup
 from piper_owner.ddp import averages, keep_out
-from piper_owner.errors import ConfigError, ExchangeError, ReplicaMismatchError, TieError
+from piper_owner.errors import ExchangeError, InputError, ReplicaMismatchError
 from piper_owner.exchange import Exchange
-from piper_owner.grid import agree_beside, as_scope, check_alike, check_grid, share_averages
+from piper_owner.fetching import keep_rows, value_sources
+from piper_owner.grid import agree_beside, as_scope, check_alike, share_averages
 from piper_owner.norms import add_powers
 from piper_owner.ownership import (
+    Layout,
+    LayoutChoice,
     OwnerChoice,
     OwnershipPlan,
-    ParameterUse,
-    Scope,
-    Tie,
     TiePlan,
-    Use,
-    plan_ownership,
 )
 from piper_owner.process_groups import fabric_of, side_group
-from piper_owner.sharding import check_shards, describe_shards, reshard
+from piper_owner.sharding import reshard
 from piper_owner.stages import (
     NameMap,
     Stage,
@@ -41,15 +39,11 @@ from piper_owner.stages import (
     scale_shared_once,
 )
 from piper_owner.tied import TiedParameter
-from piper_owner.ties import describe_uses
 from piper_owner.transport import Fabric, Failure, Line
 from piper_owner.transport.agreement import Agreement
 from piper_owner.uniting import tie_here
 
 __all__ = ["Ownership", "TieLike", "assign_over", "assign_owners"]
-
-TieLike = Tie | Sequence[str]
-"""A tie, or its names."""
 
 DEFAULT_CHUNK_BYTES: Final = 4 * 2**20
 
@@ -98,6 +92,28 @@ class Ownership:
         check_alike(everyone)
         return everyone[self._agreement.index]
 
+    def agree_on(self, where: str, check: Callable[[], None]) -> None:
+        """Raise an InputError of `check` on one rank on all, at the price of one sum. Collective.
+
+        Nothing has happened then, and the ranks may go on. Raises MessageMismatchError on every rank
+        unless all of them are in the same step.
+        """
+        failed: InputError | None = None
+        try:
+            check()
+        except InputError as error:
+            failed = error
+
+        def say() -> str:
+            if failed is not None:
+                raise failed
+            return ""
+
+        with self.reporting(where):
+            is_wrong = self.combine(float(failed is not None)) > 0
+        if is_wrong:
+            self.together(say)
+
     def combine(self, value: float, *, largest: bool = False) -> float:
         """The sum, or the largest, of every rank's `value`, added in ascending rank. Collective.
 
@@ -131,13 +147,12 @@ class Ownership:
     def check_scaling(self) -> None:
         """Raise ConfigError, on every rank, if a schedule of torch has scaled a tie's gradient twice.
 
-        Only the first call looks: it comes before the first exchange of gradients. Collective. Every
+        Only the first call that finds none looks: it comes before the first exchange. Collective. Every
         call raises on a rank where the weight half of a backward is still pending.
         """
         refuse_pending_backwards(self.pipeline_stages, self.rank)
         if self._is_scaling_checked:
             return
-        self._is_scaling_checked = True
         shared = {
             (tie.name, holder.rank)
             for tie in self.plan.ties
@@ -152,6 +167,7 @@ class Ownership:
 
         if shared:
             self.together(look)
+        self._is_scaling_checked = True  # not where it has raised: the gradient is still wrong
 
     def check(self) -> bool:
         """True if every replica, in every pipeline, is bit for bit the owner's value. Collective.
@@ -216,7 +232,8 @@ class Ownership:
                 owns = holder.rank == tie.owner and not self.is_follower
                 role = "owns it" if owns else "holds a replica"
                 stages = ", ".join(map(str, holder.stages))
-                lines.append(f"  rank {holder.rank} {role} (stage {stages}, {holder.use.value} use)")
+                rows = ", rows only" if holder.layout is Layout.ROWS else ""
+                lines.append(f"  rank {holder.rank} {role} (stage {stages}, {holder.use.value} use{rows})")
         side = self.exchange.side
         if side is not None:
             whose = "rank in pipeline 0, for all" if side.is_global else "rank of each, in equal steps"
@@ -266,15 +283,15 @@ def assign_owners(
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     owner: OwnerChoice | Mapping[str, OwnerChoice] = "auto",
+    layout: LayoutChoice | Mapping[str, LayoutChoice] = "dense",
     names: NameMap | None = None,
     uses: Mapping[str, str] | None = None,
     scope: Literal["pipeline", "global"] = "pipeline",
     dp_group: dist.ProcessGroup | DeviceMesh | None = None,
     timeout: timedelta | None = None,
 ) -> Ownership:
-    """Decide who owns each tie, and make its copies one. Collective over `group`, and `dp_group`.
-
-    Every rank calls it, also one that holds no tied parameter, before it makes its optimizer.
+    """Decide who owns each tie, and make its copies one. Collective over `group`, and `dp_group`: every
+    rank calls it, also one that holds no tied parameter, before it makes its optimizer.
 
     stages: this rank's stage modules, or PipelineStages of torch.distributed.pipelining, or none.
         Their parameters are named as in the full model, apart from the prefixes of DDP,
@@ -283,6 +300,9 @@ def assign_owners(
     group: the pipeline's process group, a one-dimensional DeviceMesh, or None for all ranks
         (without an initialised process group: a world of one). Ranks here are those of the group.
     owner: `"auto"`, `"first"`, `"last"`, or a rank, for all ties or by canonical name.
+    layout: `"dense"`: every replica keeps a working copy. `"rows"`: one that only looks rows up keeps
+        none; it fetches the rows of a step (`OwnerOptimizer.prefetch`), and a rank that uses all of
+        the parameter owns it. `"auto"`: rows where that is possible. For all ties or by canonical name.
     uses: overrides how a parameter is used, by name: `"lookup"` or `"dense"`.
     scope: `"pipeline"`: an owner in each of several equal pipelines; `"global"`: one for all, in the first.
     dp_group: as `group`, the ranks of this rank's stages in all pipelines, in the order of those. The
@@ -298,6 +318,9 @@ def assign_owners(
     holder of the tie's first name, with a warning if they differed. A copy on the meta device is
     allocated, on the device of its stages' other parameters, and filled; the first name's may not be there.
 
+    With rows, the nn.Embedding's weight becomes a compact table, empty before the first prefetch, which
+    the stage's `state_dict()` and `load_state_dict` leave out. Wrap the stage in DDP afterwards.
+
     Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
     differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
     PeerTimeoutError if a rank of the group never calls.
@@ -307,6 +330,7 @@ def assign_owners(
         stages,
         ties,
         owner=owner,
+        layout=layout,
         names=names,
         uses=uses,
         scope=scope,
@@ -320,16 +344,15 @@ def assign_over(
     ties: Sequence[TieLike],
     *,
     owner: OwnerChoice | Mapping[str, OwnerChoice] = "auto",
+    layout: LayoutChoice | Mapping[str, LayoutChoice] = "dense",
     names: NameMap | None = None,
     uses: Mapping[str, str] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     scope: str = "pipeline",
     side: Callable[[], SideGroup] | None = None,
 ) -> Ownership:
-    """`assign_owners` over any fabric. Collective over its ranks, and those of the group that `side` gives.
-
-    `side` is called once, where an error of it reaches all ranks.
-    """
+    """`assign_owners` over any fabric. Collective over its ranks, and those of the group that `side` gives:
+    that is called once, where an error of it reaches all ranks."""
     rank, world_size = fabric.rank, fabric.world_size
     everyone = fabric.group(tuple(range(world_size)), "agreement") if world_size > 1 else None
     agreement = Agreement(everyone, rank)
@@ -341,26 +364,27 @@ def assign_over(
             sides.append(side())
         numbered.update(numbered_stages(stages, rank=rank, world_size=world_size))
         reshard(numbered.values())
-        found = describe_uses(numbered, rank=rank, names=names, uses=_uses(uses))
-        wanted = [tie if isinstance(tie, Tie) else Tie(tuple(tie)) for tie in ties]
-        answer = {
-            "uses": [_use_to_json(use) for use in found],
-            "ties": [list(tie.names) for tie in wanted],
+        answer = describe_stages(numbered, ties, rank=rank, names=names, uses=uses)
+        answer |= {
             "owner": dict(owner) if isinstance(owner, Mapping) else owner,
-            "shards": describe_shards(numbered, wanted, names=names),
+            "layout": dict(layout) if isinstance(layout, Mapping) else layout,
             "scope": as_scope(scope).value,
             "side": [[each.fabric.rank, each.fabric.world_size] for each in sides],
         }
         return json.dumps(answer)
 
+    answers: list[dict[str, Any]] = []
+
     def agree() -> OwnershipPlan:
-        return _plan([json.loads(text) for text in agreement.everyone(describe)[0]], world_size=world_size)
+        answers.extend(json.loads(text) for text in agreement.everyone(describe)[0])
+        return plan_from(answers, world_size=world_size)
 
     plan = agree_beside(agreement, fabric, sides, agree)
     tied: dict[str, TiedParameter] = {}
 
     def make_one() -> str:
-        tied.update(tie_here(plan.held_by(rank), numbered, fabric, names=names))
+        sources = value_sources(plan, [answer["meta"] for answer in answers])
+        tied.update(tie_here(plan.held_by(rank), numbered, fabric, sources, names=names))
         return averages(numbered.values(), tied, sides[0].ranks) if sides else ""
 
     averaged = agreement.everyone(make_one)
@@ -369,7 +393,9 @@ def assign_over(
         share_averages(plan, tied, averaged[0])
         for module in numbered.values():
             keep_out(module, [tie.parameter for tie in tied.values() if not tie.is_averaged])
-    return _connect(plan, tied, stages, fabric, agreement, sides, chunk_bytes=chunk_bytes)
+    ownership = _connect(plan, tied, stages, fabric, agreement, sides, chunk_bytes=chunk_bytes)
+    keep_rows(numbered, tied, rank)
+    return ownership
 
 
 def _connect(
@@ -386,63 +412,23 @@ def _connect(
     listed = [stages] if isinstance(stages, torch.nn.Module | _PipelineStageBase) else list(stages)
     pipeline_stages = [stage for stage in listed if isinstance(stage, _PipelineStageBase)]
     scale_shared_once(pipeline_stages)
-    lines = _open_lines(plan, fabric, chunk_bytes)
+    lines = _open_lines(plan.pairs, "tied", fabric, chunk_bytes)
+    row_lines = _open_lines(plan.row_pairs, "rows", fabric, chunk_bytes)
     beside = [DataParallel(each, fabric.rank, plan.scope, chunk_bytes=chunk_bytes) for each in sides]
-    exchange = Exchange(fabric.rank, tied, lines, *beside)
+    exchange = Exchange(fabric.rank, tied, lines, side=beside[0] if beside else None, row_lines=row_lines)
     ownership = Ownership(plan, exchange, fabric=fabric, agreement=agreement)
     ownership.pipeline_stages += pipeline_stages
     ownership.share_first_values()
     return ownership
 
 
-def _open_lines(plan: OwnershipPlan, fabric: Fabric, chunk_bytes: int) -> dict[int, Line]:
-    """By peer, this rank's line to each rank that it exchanges a tie with."""
+def _open_lines(
+    pairs: Sequence[tuple[int, int]], purpose: str, fabric: Fabric, chunk_bytes: int
+) -> dict[int, Line]:
+    """By peer, this rank's line to each rank of `pairs` that it is in."""
     lines = {}
-    for low, high in plan.pairs:
+    for low, high in pairs:
         if fabric.rank in (low, high):
             peer = high if fabric.rank == low else low
-            lines[peer] = Line(fabric.channel(peer, "tied"), chunk_bytes=chunk_bytes)
+            lines[peer] = Line(fabric.channel(peer, purpose), chunk_bytes=chunk_bytes)
     return lines
-
-
-def _plan(answers: list[dict[str, Any]], *, world_size: int) -> OwnershipPlan:
-    """The plan of a pipeline from what each of its ranks says."""
-    for other, answer in enumerate(answers):
-        for what in ("ties", "owner", "scope"):
-            if answer[what] != answers[0][what]:
-                raise TieError(
-                    f"assign_owners was called with {what}={answers[0][what]!r} on rank 0 and {what}="
-                    f"{answer[what]!r} on rank {other}; give every rank the same"
-                )
-    scope = Scope(answers[0]["scope"])
-    check_grid([answer["side"][0] if answer["side"] else None for answer in answers], scope)
-    every_use = [_use_from_json(fields) for answer in answers for fields in answer["uses"]]
-    ties = [Tie(tuple(tie)) for tie in answers[0]["ties"]]
-    plan = plan_ownership(ties, every_use, world_size=world_size, owner=answers[0]["owner"])
-    check_shards(plan, {other: answer["shards"] for other, answer in enumerate(answers)})
-    return replace(plan, scope=scope)
-
-
-def _uses(uses: Mapping[str, str] | None) -> dict[str, Use]:
-    known = [use.value for use in Use]
-    for name, use in (uses or {}).items():
-        if use not in known:
-            raise ConfigError(f"uses[{name!r}] is {use!r}; choose one of {known}")
-    return {name: Use(use) for name, use in (uses or {}).items()}
-
-
-def _use_to_json(use: ParameterUse) -> list[Any]:
-    return [use.name, use.rank, use.stage, list(use.shape), use.dtype, use.requires_grad, use.use.value]
-
-
-def _use_from_json(fields: list[Any]) -> ParameterUse:
-    name, rank, stage, shape, dtype, requires_grad, use = fields
-    return ParameterUse(
-        name=name,
-        rank=rank,
-        stage=stage,
-        shape=tuple(shape),
-        dtype=dtype,
-        requires_grad=requires_grad,
-        use=Use(use),
-    )

@@ -149,7 +149,7 @@ class DataParallel:
     def share_values(self, tied: Mapping[str, TiedParameter]) -> dict[str, str]:
         """Give every copy the lead pipeline's value; by tie, how this rank's differed, in words."""
         differed = {}
-        for name, tie in tied.items():
+        for name, tie in self._copies(tied):
             worst = 0.0
             rows = rows_of(tie.parameter)
             for start, stop, chunk in self._checked_values(tie, Phase.VALUE, 0):
@@ -168,7 +168,7 @@ class DataParallel:
     def differences(self, tied: Mapping[str, TiedParameter], step: int) -> dict[str, float]:
         """By tie, the largest difference of this rank's copy to the lead pipeline's."""
         found = {}
-        for name, tie in tied.items():
+        for name, tie in self._copies(tied):
             rows, worst = rows_of(tie.parameter), 0.0
             for start, stop, chunk in self._checked_values(tie, Phase.CHECK, step):
                 if not same_bits(chunk, rows[start:stop]):
@@ -181,6 +181,10 @@ class DataParallel:
         self._group.close()
 
     # -- inside
+
+    def _copies(self, tied: Mapping[str, TiedParameter]) -> list[tuple[str, TiedParameter]]:
+        """The ties of which this rank keeps the whole, or is to keep it: rows differ among pipelines."""
+        return [(name, tie) for name, tie in tied.items() if self.rank not in tie.plan.row_replicas]
 
     def _checked_values(
         self, tie: TiedParameter, phase: Phase, step: int

@@ -4,6 +4,7 @@
     |-- InputError (ValueError)          what the user gave cannot work
     |   |-- TieError                     a tie names wrong or unlike parameters
     |   |-- ConfigError                  an option, or options that contradict each other
+    |   |-- RowIndexError (IndexError)   an id is outside the vocabulary
     |   |-- DataError                    a text that cannot be trained on
     |   `-- ResourceError                the cluster is smaller than asked for
     |-- DagError (ValueError)            a TrainingDAG that must not run
@@ -18,6 +19,7 @@
     |   |-- PeerTimeoutError (TimeoutError)
     |   `-- PeerLostError (ConnectionError)
     |-- ReplicaMismatchError (RuntimeError)
+    |-- RowsError (RuntimeError)         a table that keeps rows only was used without them
     `-- RunError (RuntimeError)          a rank of a run failed
 
 Each message says what happened, to which parameter, rank and stage, and what to do about it.
@@ -41,6 +43,8 @@ __all__ = [
     "PiperOwnerError",
     "ReplicaMismatchError",
     "ResourceError",
+    "RowIndexError",
+    "RowsError",
     "RuleViolationError",
     "RunError",
     "TieError",
@@ -62,6 +66,10 @@ class TieError(InputError):
 
 class ConfigError(InputError):
     """An option has a value that cannot work, or two options contradict each other."""
+
+
+class RowIndexError(InputError, IndexError):
+    """An id is outside the vocabulary, or is no integer."""
 
 
 class DataError(InputError):
@@ -118,6 +126,10 @@ class PeerLostError(ExchangeError, ConnectionError):
 
 class ReplicaMismatchError(PiperOwnerError, RuntimeError):
     """A replica does not hold the owner's value."""
+
+
+class RowsError(PiperOwnerError, RuntimeError):
+    """A table that keeps rows only was used without them, or in another way than by looking rows up."""
 
 
 class RunError(PiperOwnerError, RuntimeError):

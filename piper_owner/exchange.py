@@ -9,6 +9,7 @@ gradient was needed before (`finalize_grads`) or the optimizer is not element-wi
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -21,11 +22,20 @@ import torch
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.data_parallel import DataParallel
 from piper_owner.errors import ExchangeError
+from piper_owner.fetching import Fetching
 from piper_owner.freezing import Freezing
 from piper_owner.replicas import Replicas
 from piper_owner.sharding import like, local_of
+from piper_owner.shares import DenseShare, RowsShare, combine
 from piper_owner.stats import StepClock, StepStats
-from piper_owner.tied import TiedParameter, header_of, rows_of, take_grad, wide_dtype
+from piper_owner.tied import (
+    TiedParameter,
+    header_of,
+    num_rows_with,
+    rows_of,
+    take_grad,
+    wide_dtype,
+)
 from piper_owner.transport.early import EarlyIncoming, EarlyReceiver
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
 from piper_owner.transport.wire import Header, Phase, row_ranges, rows_per_chunk
@@ -45,10 +55,11 @@ class _Update:
 class Exchange:
     """The tied sync of one rank.
 
-    `lines` maps each peer rank to the line of the pair; `tied` maps the canonical name of each
-    tie held here to its `TiedParameter`. All ranks run the sync nodes that
-    `p2p_nodes.insert_ownership` planned, with the same `step` number. `side` leads to the same rank
-    of other pipelines; then `reduce_grads` comes before the nodes, and `spread_weights` behind them.
+    `lines` maps each peer rank to the line of the pair, and `row_lines` to a second one, for ids and
+    rows, where one of the two serves the other; `tied` maps the canonical name of each tie held here
+    to its `TiedParameter`. All ranks run the sync nodes that `p2p_nodes.insert_ownership` planned, with
+    the same `step` number. `side` leads to the same rank of other pipelines; then `reduce_grads` comes
+    before the nodes, and `spread_weights` behind them.
     """
 
     def __init__(
@@ -57,10 +68,12 @@ class Exchange:
         tied: Mapping[str, TiedParameter],
         lines: Mapping[int, Line],
         side: DataParallel | None = None,
+        row_lines: Mapping[int, Line] | None = None,
     ) -> None:
         self.rank, self.side = rank, side
         self.tied = dict(tied)
         self.lines = dict(lines)
+        self.fetching = Fetching(self.tied, row_lines or {})
         self._replicas = Replicas(rank, self.tied, self.lines)
         self._freezing = Freezing(rank, self.tied, self.lines)
         self._early: dict[int, EarlyReceiver] = {}
@@ -88,7 +101,8 @@ class Exchange:
         for node in nodes:
             if node.kind is SyncKind.RECV_GRAD:
                 assert node.peer is not None
-                header = header_of(self.tied[node.bucket], Phase.GRAD, step)
+                tie = self.tied[node.bucket]
+                header = header_of(tie, Phase.GRAD, step, num_rows=num_rows_with(tie, node.peer))
                 expected.setdefault(node.peer, []).append(header)
         self._early = {peer: EarlyReceiver(self.lines[peer], headers) for peer, headers in expected.items()}
 
@@ -160,6 +174,8 @@ class Exchange:
                 pass  # OWNER_STEP sent the weights, chunk by chunk as it stepped them
             case SyncKind.RECV_WEIGHT:
                 self._recv_weight(tie, step)
+            case SyncKind.SEND_IDS | SyncKind.RECV_IDS | SyncKind.SEND_ROWS | SyncKind.RECV_ROWS:
+                self.fetching.run(node, step)
             case _:
                 assert_never(node.kind)
 
@@ -215,7 +231,7 @@ class Exchange:
 
     def flush(self) -> None:
         """Wait until every peer has received all that this rank sent."""
-        for line in self.lines.values():
+        for line in self._every_line():
             line.flush()
 
     def take_bytes_sent(self) -> BytesSent:
@@ -240,21 +256,24 @@ class Exchange:
                 line.sent, line.received = sent, received
 
     def _counters(self) -> list[Line | DataParallel]:
-        return [*self.lines.values(), *([] if self.side is None else [self.side])]
+        return [*self._every_line(), *([] if self.side is None else [self.side])]
 
     def close(self) -> None:
         """Close every line."""
-        for line in self.lines.values():
+        for line in self._every_line():
             line.close()
         if self.side is not None:
             self.side.close()
 
+    def _every_line(self) -> list[Line]:
+        return [*self.lines.values(), *self.fetching.lines.values()]
+
     # -- the replica's side
 
     def _send_grad(self, tie: TiedParameter, step: int, *, copy: bool) -> None:
+        header = header_of(tie, Phase.GRAD, step, num_rows=num_rows_with(tie, tie.plan.owner))
         grad = take_grad(tie) if tie.wide_grad is None else tie.wide_grad
         tie.parameter.grad = tie.wide_grad = None
-        header = header_of(tie, Phase.GRAD, step)
         wire = None if grad is None else grad.to(header.dtype)
         self.lines[tie.plan.owner].send(header, wire, copy=copy and wire is grad)
 
@@ -291,7 +310,7 @@ class Exchange:
         start = time.perf_counter() - self.clock.grads
         stepper = tie.stepper
         assert stepper is not None, f"rank {self.rank} owns {tie.plan.name!r} without a stepper"
-        for rank in tie.plan.replicas:
+        for rank in tie.plan.copies:
             # The weights of the last step may still be on their way. Not more: of two ranks that own
             # ties of each other, each takes the other's gradient only in its own owner step.
             self.lines[rank].flush(header_of(tie, Phase.WEIGHT, step))
@@ -320,7 +339,7 @@ class Exchange:
 
     def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
         header = header_of(tie, Phase.WEIGHT, step)
-        return [self.lines[rank].open(header, present=present) for rank in tie.plan.replicas]
+        return [self.lines[rank].open(header, present=present) for rank in tie.plan.copies]
 
     def _combined(self, tie: TiedParameter, step: int) -> Iterator[_Update]:
         """The combined gradient, chunk by chunk; nothing when every share of it is None."""
@@ -329,7 +348,9 @@ class Exchange:
         began = time.perf_counter()
         due, tie.due, tie.is_due = tie.due, [], False
         incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
-        shares = {rank: message.chunks() for rank, message in incoming.items() if message.present}
+        shares = {
+            rank: self._share(rank, tie, message) for rank, message in incoming.items() if message.present
+        }
         present = own is not None or bool(shares)
         averages = self.side is not None and not self._is_global
         if averages and self.side is not None:
@@ -342,33 +363,42 @@ class Exchange:
             yield _Update(0, len(rows_here), torch.empty_like(rows_here, dtype=tie.stepper.dtype))
             return
         header = header_of(tie, Phase.GRAD, step)
+        columns = math.prod(header.shape[1:])
         chunk_rows = next(
-            (message.header.chunk_rows for message in incoming.values() if message.present),
+            (
+                message.header.chunk_rows
+                for rank, message in incoming.items()
+                if message.present and rank not in tie.plan.row_replicas
+            ),
             rows_per_chunk(header.shape, header.dtype.itemsize, self._chunk_bytes(tie)),
         )
         for start, stop in row_ranges(header.num_rows, chunk_rows):
-            parts = {}
             began = time.perf_counter()
-            for rank, chunks in shares.items():
-                begin, end, rows = next(chunks)
-                assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
-                parts[rank] = rows.to(rows_here.device)
+            parts = {rank: share.take(start, stop) for rank, share in shares.items()}
             self.clock.grads += time.perf_counter() - began
             mine = None if own is None else rows_of(own)[start:stop]
             if mine is None and not parts:  # another pipeline has one
                 mine = torch.zeros_like(rows_here[start:stop], dtype=wide_dtype(tie))
-            grad = _add(self.rank, mine, parts)
+            grad = combine(self.rank, mine, parts, (stop - start, columns))
             if averages and self.side is not None and not tie.is_averaged:
                 began = time.perf_counter()
                 grad = self.side.average(tie, step, grad)
                 self.clock.grads += time.perf_counter() - began
             grad = grad.to(tie.stepper.dtype).view_as(rows_here[start:stop])
             yield _Update(start, stop, grad)
-        for chunks in shares.values():
-            next(chunks, None)
+        for share in shares.values():
+            share.finish()
+
+    def _share(
+        self, rank: int, tie: TiedParameter, message: Incoming | EarlyIncoming
+    ) -> DenseShare | RowsShare:
+        device = tie.parameter.device
+        if rank in tie.plan.row_replicas:
+            return RowsShare(tie.served[rank], message, device)
+        return DenseShare(message, device)
 
     def _grad_from(self, rank: int, tie: TiedParameter, step: int) -> Incoming | EarlyIncoming:
-        return self._receive(rank, header_of(tie, Phase.GRAD, step))
+        return self._receive(rank, header_of(tie, Phase.GRAD, step, num_rows=num_rows_with(tie, rank)))
 
     def _receive(self, rank: int, header: Header) -> Incoming | EarlyIncoming:
         early = self._early.get(rank)
@@ -416,26 +446,3 @@ class Exchange:
             inside = self._replicas.differences(step)
             across = {} if self.side is None else self.side.differences(self.tied, step)
         return {name: (worst, across.get(name, 0.0)) for name, worst in inside.items()}
-
-
-def _add(rank: int, own: torch.Tensor | None, parts: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The sum of the owner's rows and the replicas', in ascending rank, in float32 or wider.
-
-    Writes to staging buffers only: a gradient may share storage with another parameter's.
-    """
-    shares = {**parts} if own is None else {**parts, rank: own.reshape(own.shape[0], -1)}
-    order = sorted(shares)
-    dtype = torch.float32
-    for share in shares.values():
-        dtype = torch.promote_types(dtype, share.dtype)
-    total = shares[order[0]].to(dtype)
-    borrowed = total is shares.get(rank)
-    for other in order[1:]:
-        share = shares[other].to(dtype)
-        if not borrowed:
-            total.add_(share)
-        elif other != rank and share is shares[other]:
-            total, borrowed = share.add_(total), False  # the same bits: addition commutes
-        else:
-            total, borrowed = total + share, False
-    return total

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from piper_owner.errors import ExchangeError, MessageMismatchError, PeerLostError, PeerTimeoutError
-from piper_owner.tied import TiedParameter, header_of
+from piper_owner.tied import TiedParameter, header_of, num_rows_with
 from piper_owner.transport.early import EarlyReceiver
 from piper_owner.transport.messages import Line
 from piper_owner.transport.wire import Header, Phase
@@ -57,7 +57,8 @@ class Freezing:
             notices = awaited.get(peer, [])
             due = next((tie for tie in self.tied.values() if peer in tie.due), None)
             expected = [header for _, header in notices]
-            expected += [header_of(due, Phase.GRAD, step)] if due is not None else []
+            if due is not None:
+                expected.append(header_of(due, Phase.GRAD, step, num_rows=num_rows_with(due, peer)))
             try:
                 for header in expected:
                     _look(line, header, early.get(peer))

@@ -30,6 +30,7 @@ from piper_owner.param_groups import (
     options_of,
     without,
 )
+from piper_owner.prefetching import Prefetcher
 from piper_owner.sharding import local_of, reduce_over, refuse_late_sharding, shard_groups
 from piper_owner.stats import StepSeconds, StepStats
 from piper_owner.stepping import (
@@ -84,6 +85,7 @@ class OwnerOptimizer(WrappingOptimizer):
         self._has_looked = False
         self.is_syncing = True
         """False inside `no_sync`."""
+        self._prefetcher = Prefetcher(ownership)
         self._stats: StepStats | None = StepStats()
         self._seconds = 0.0
         groups: list[dict[str, Any]] = []
@@ -141,7 +143,9 @@ class OwnerOptimizer(WrappingOptimizer):
         for tie in self._ties.values():
             tie.wide_grad = None
             grad = tie.parameter.grad
-            if tie.stepper is None and grad is not None:
+            if tie.rows is not None:
+                tie.rows.drop_grads()
+            elif tie.stepper is None and grad is not None:
                 tie.parameter.grad = None if set_to_none else grad.detach().zero_()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -194,6 +198,7 @@ class OwnerOptimizer(WrappingOptimizer):
         with self._ownership.reporting("load_state_dict"):
             self._exchange.flush()
             differed = self._exchange.share_values(warn=False, from_owner=True)
+            self._exchange.fetching.forget()
         for name in differed:  # its state was of another pipeline's weights than the lead's
             self._masters.refill(self._exchange.tied[name].parameter)
 
@@ -214,6 +219,23 @@ class OwnerOptimizer(WrappingOptimizer):
         if self._stats is None:  # a rank without ties, which pays for what is asked
             self._stats = StepStats(seconds=StepSeconds(rest=self._seconds))
         return self._stats
+
+    def prefetch(self, *ids: Tensor | None, next_step: bool = False) -> None:
+        """Fetch the rows that this rank will look up: the ids of all microbatches. Collective.
+
+        ids: tensors of integers of any shape; None, or nothing, on a rank that looks nothing up, where
+            ids are passed over anyhow. Every rank calls it before the first forward, and after each
+            `step`. While a backward of the step is still to come, or a gradient is there, the rows add
+            to those fetched before; otherwise they replace them.
+        next_step: the ids are those of the step after this one. Their rows come with the new weights,
+            when `step` returns, so that nothing is waited for at its start.
+
+        Without a tie in the rows layout it returns at once. Raises RowIndexError (an IndexError), on
+        every rank, for an id outside the vocabulary, and nothing has changed then; ConfigError when
+        gradients of this step have been sent already.
+        """
+        is_exchanged = self._is_exchanged or self._exchange.has_begun(self._ownership.step)
+        self._prefetcher.fetch(ids, next_step=next_step, is_exchanged=is_exchanged)
 
     def finalize_grads(self) -> None:
         """Bring every tie's gradient to its owner and add it up, once in a step. Collective.
@@ -315,9 +337,8 @@ class OwnerOptimizer(WrappingOptimizer):
             self.finalize_grads()
         for tie in self._ties.values():
             tie.wide_grad = None
+        self._end_step()
         self._stats = self._exchange.take_stats()
-        self._is_exchanged = self._has_looked = False
-        self._ownership.step += 1
 
     # -- inside
 
@@ -325,6 +346,11 @@ class OwnerOptimizer(WrappingOptimizer):
         """What this rank steps, and its replicas."""
         stepped = [p for group in self.param_groups for p in group["params"]]
         return stepped + [tie.parameter for tie in self._ties.values() if tie.stepper is None]
+
+    def _end_step(self) -> None:
+        self._prefetcher.end_step()
+        self._is_exchanged = self._has_looked = False
+        self._ownership.step += 1
 
     def _is_replica(self, parameter: Tensor) -> bool:
         return any(
@@ -416,17 +442,17 @@ class OwnerOptimizer(WrappingOptimizer):
         if self._ties:
             self._send_grads()
             self._step_ties()
-            start = time.perf_counter()
-            self._exchange.flush()
-            self._exchange.clock.flush += time.perf_counter() - start
-            self._stats = self._exchange.take_stats()
         else:
             self._ownership.check_scaling()  # the first time it is collective
             start = time.perf_counter()
             self._step_inner()
             self._stats, self._seconds = None, time.perf_counter() - start
-        self._is_exchanged = self._has_looked = False
-        self._ownership.step += 1
+        self._end_step()
+        if self._exchange.tied:
+            start = time.perf_counter()
+            self._exchange.flush()
+            self._exchange.clock.flush += time.perf_counter() - start
+            self._stats = self._exchange.take_stats()
 
     def _step_ties(self) -> None:
         """Step the inner optimizer, and the ties with it, or behind it while they stream."""

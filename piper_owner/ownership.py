@@ -10,6 +10,7 @@ Nothing here imports torch: dtypes are their names ("float32"), shapes are tuple
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import enum
 import hashlib
@@ -23,6 +24,7 @@ from piper_owner.errors import ConfigError, TieError
 __all__ = [
     "Holder",
     "Layout",
+    "LayoutChoice",
     "OwnerChoice",
     "OwnershipPlan",
     "ParameterUse",
@@ -37,7 +39,11 @@ __all__ = [
 OwnerChoice = Literal["auto", "first", "last"] | int
 """How to choose the owner: `"auto"`, the holder of the tie's first or last name, or a rank."""
 
+LayoutChoice = Literal["dense", "rows", "auto"]
+"""What lookup-only replicas keep: a copy, the rows of the step, or those where it is possible."""
+
 _CHOICES: Final = ("auto", "first", "last")
+_LAYOUTS: Final = ("dense", "rows", "auto")
 
 
 class Use(enum.Enum):
@@ -160,6 +166,16 @@ class TiePlan:
         """The rank whose value wins at the start: the holder of the canonical name."""
         return next((h.rank for h in self.holders if self.name in h.names), self.owner)
 
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Replicas that keep a working copy, ascending: the owner sends them its new weights."""
+        return tuple(r for r in self.replicas if self.holder(r).layout is Layout.DENSE)
+
+    @property
+    def row_replicas(self) -> tuple[int, ...]:
+        """Replicas that keep only the rows in use, ascending: the owner serves them."""
+        return tuple(r for r in self.replicas if self.holder(r).layout is Layout.ROWS)
+
     def holder(self, rank: int) -> Holder:
         """The holder on `rank`; KeyError if that rank does not hold the parameter."""
         for holder in self.holders:
@@ -198,6 +214,11 @@ class OwnershipPlan:
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Every (lower rank, higher rank) that exchanges a tie, ascending, without repeats."""
         return tuple(sorted({(min(t.owner, r), max(t.owner, r)) for t in self.ties for r in t.replicas}))
+
+    @property
+    def row_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Every (lower rank, higher rank) of which one serves the other rows, ascending."""
+        return tuple(sorted({(min(t.owner, r), max(t.owner, r)) for t in self.ties for r in t.row_replicas}))
 
     @property
     def digest(self) -> str:
@@ -253,43 +274,79 @@ def plan_ownership(
     *,
     world_size: int,
     owner: OwnerChoice | Mapping[str, OwnerChoice] = "auto",
+    layout: LayoutChoice | Mapping[str, LayoutChoice] = "dense",
 ) -> OwnershipPlan:
     """Decide who owns and who holds every tie.
 
     `uses` lists the parameters of every stage of every rank (those outside ties may be left out);
-    `owner` is one choice for all ties, or one per canonical name (`"auto"` where not given).
+    `owner` is one choice for all ties, or one per canonical name (`"auto"` where not given); so is
+    `layout` (`"dense"` where not given). With `"rows"` a dense holder owns, and every replica that
+    only looks rows up keeps no copy; `"auto"` does that for the ties where it is possible.
     Holders on one rank merge into one. The result does not depend on the order of `ties` or
     `uses`. Pure and local.
 
     Raises TieError for a name that no stage holds, a name in two ties, or partners that differ
-    in shape, dtype or requires_grad, and ConfigError for a rank out of range or an owner that
-    holds nothing; the message names the parameter, its ranks and its stages.
+    in shape, dtype or requires_grad, and ConfigError (a ValueError) for a rank out of range, an owner
+    that holds nothing, or `"rows"` for a tie with no replica that only looks up, or with an owner
+    that only looks up; the message names the parameter, its ranks and its stages.
     """
     every_use = sorted(set(uses), key=lambda use: (use.rank, use.stage, use.name))
     wanted = sorted((_as_tie(tie) for tie in ties), key=lambda tie: tie.name)
     _check_ranks(every_use, world_size)
     _check_names(wanted, every_use)
-    if isinstance(owner, Mapping):
-        unknown = sorted(set(owner) - {tie.name for tie in wanted})
+    for option, given in (("owner", owner), ("layout", layout)):
+        unknown = sorted(set(given) - {tie.name for tie in wanted}) if isinstance(given, Mapping) else []
         if unknown:
-            raise ConfigError(f"owner= names {unknown}, which no tie has as its first name")
+            raise ConfigError(f"{option}= names {unknown}, which no tie has as its first name")
     plans = []
     for tie in wanted:
         mine = [use for use in every_use if use.name in tie.names]
         _check_alike(tie, mine)
         holders = _merge(mine)
         choice = owner.get(tie.name, "auto") if isinstance(owner, Mapping) else owner
+        kept = layout.get(tie.name, "dense") if isinstance(layout, Mapping) else layout
+        elected, holders = _lay_out(tie, holders, choice, kept)
         plans.append(
             TiePlan(
                 tie=tie,
                 shape=mine[0].shape,
                 dtype=mine[0].dtype,
                 requires_grad=mine[0].requires_grad,
-                owner=elect_owner(tie, holders, choice),
+                owner=elected,
                 holders=holders,
             )
         )
     return OwnershipPlan(world_size=world_size, ties=tuple(plans))
+
+
+def _lay_out(
+    tie: Tie, holders: tuple[Holder, ...], owner: OwnerChoice, layout: LayoutChoice
+) -> tuple[int, tuple[Holder, ...]]:
+    """The owner of `tie`, and its holders with what each of them keeps."""
+    if layout not in _LAYOUTS:
+        raise ConfigError(f"layout={layout!r} for {tie.name!r}: choose one of {', '.join(_LAYOUTS)}")
+    dense = [holder for holder in holders if holder.use is Use.DENSE]
+    lookups = [holder for holder in holders if holder.use is Use.LOOKUP]
+    wants_rows = layout != "dense"
+    elected = elect_owner(tie, dense if wants_rows and dense and owner == "auto" else holders, owner)
+    if wants_rows and lookups and elected in [holder.rank for holder in dense]:
+        rows = {holder.rank for holder in lookups}
+        return elected, tuple(
+            dataclasses.replace(holder, layout=Layout.ROWS if holder.rank in rows else Layout.DENSE)
+            for holder in holders
+        )
+    if layout == "rows":
+        where = ", ".join(f"rank {h.rank}: {h.use.value} use by {', '.join(h.names)}" for h in holders)
+        what = (
+            f"its owner would be rank {elected}, which only looks rows up; choose one that uses all of it"
+            if lookups and dense
+            else "that needs a rank that only looks rows up and another that uses all of it"
+        )
+        raise ConfigError(
+            f"layout='rows' for the tie {tie.names}: {what} ({where}). layout='auto' takes rows where they "
+            "are possible"
+        )
+    return elect_owner(tie, holders, owner), holders
 
 
 def _as_tie(tie: Tie | Sequence[str]) -> Tie:

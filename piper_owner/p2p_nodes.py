@@ -39,6 +39,7 @@ __all__ = [
     "SyncKind",
     "executable",
     "executable_copies",
+    "fetch_nodes",
     "insert_all_reduce",
     "insert_ownership",
     "sync_nodes",
@@ -48,22 +49,30 @@ __all__ = [
 def insert_ownership(dag: TrainingDAG, plan: OwnershipPlan) -> TrainingDAG:
     """Add the sync of every tie of `plan` that requires a gradient; each becomes a bucket of its own.
 
-    Per rank: SEND_GRADs in plan order, each at the earliest point after the last weight-backward of
-    the stages that hold the tie (behind the transfers that follow it) and after the SEND_GRADs of
-    earlier ties. After all of them, for each tie owned, in plan order: RECV_GRAD from every replica
-    (ascending), OWNER_STEP, SEND_WEIGHT to every replica (ascending). At the very end RECV_WEIGHT
-    for the ties it replicates, in plan order. A tie on one rank gets only its OWNER_STEP. The number of
-    messages does not depend on the number of microbatches.
+    Per rank, before everything else: the fetch of the rows that the step needs, where a replica keeps
+    no copy (`fetch_nodes`). Then SEND_GRADs in plan order, each at the earliest point after the last
+    weight-backward of the stages that hold the tie (behind the transfers that follow it) and after the
+    SEND_GRADs of earlier ties. After all of them, for each tie owned, in plan order: RECV_GRAD from
+    every replica (ascending), OWNER_STEP, SEND_WEIGHT to every replica that keeps a copy (ascending).
+    At the very end RECV_WEIGHT for the ties of which it keeps a copy, in plan order. A tie on one rank
+    gets only its OWNER_STEP. The number of messages does not depend on the number of microbatches.
 
-    Cannot deadlock: sends do not wait, and all gradient sends of a rank precede its first recv of
-    a tie, so every gradient leaves; hence every owner steps, whoever owns what; hence all
-    weights leave. Ranks may own ties of one another in a circle. Messages of a pair match because
-    all ranks go through the ties in plan order, gradients before weights.
+    Cannot deadlock: sends do not wait. Ids leave before a rank awaits anything, so every owner can
+    serve. All gradient sends of a rank precede its first recv of a gradient or a weight, so every
+    gradient leaves; hence every owner steps, whoever owns what; hence all weights leave. Ranks may own
+    ties of one another in a circle. Messages of a line match because all ranks go through the ties in
+    plan order, gradients before weights; ids and rows have a line of their own.
 
     Raises DagError if the plan does not fit the placement, a name is taken, or the DAG has syncs or a
     clip already (insert_clip comes after this pass).
     """
     ties = [tie for tie in plan.ties if tie.requires_grad]
+    frozen = [tie.name for tie in plan.ties if tie.row_replicas and not tie.requires_grad]
+    if frozen:
+        raise DagError(
+            f"the ties {frozen} are frozen and have replicas that keep rows only, which nothing would fetch "
+            "in this TrainingDAG; plan them with layout='dense'"
+        )
     _check_plan(dag, plan.world_size, ties)
     _refuse_tail_nodes(dag, "insert_ownership")
     owned = tuple(
@@ -71,6 +80,7 @@ def insert_ownership(dag: TrainingDAG, plan: OwnershipPlan) -> TrainingDAG:
             name=tie.name,
             stages=tuple(sorted(stage for holder in tie.holders for stage in holder.stages)),
             owner=tie.owner,
+            row_ranks=tie.row_replicas,
         )
         for tie in ties
     )
@@ -79,7 +89,7 @@ def insert_ownership(dag: TrainingDAG, plan: OwnershipPlan) -> TrainingDAG:
     for rank, program in enumerate(dag.programs):
         body, tail = split_tail(_with_gradient_sends(rank, program, ties))
         nodes = [*tail, *_owner_nodes(rank, ties), *_weight_recvs(rank, ties)]
-        programs.append((*body, *arrange_tail(dag, rank, nodes)))
+        programs.append((*fetch_nodes(ties, rank), *body, *arrange_tail(dag, rank, nodes)))
     return with_programs(dag, programs)
 
 
@@ -183,6 +193,27 @@ def sync_nodes(ties: Sequence[TiePlan], rank: int) -> tuple[Sync, ...]:
     return (*sends, *_owner_nodes(rank, ties), *_weight_recvs(rank, ties))
 
 
+def fetch_nodes(ties: Sequence[TiePlan], rank: int) -> tuple[Sync, ...]:
+    """The fetch of the rows of `ties` on `rank`: what a step begins with, where a replica has no copy.
+
+    The ids of all ties leave first, then this rank serves others, then its own rows arrive.
+    """
+    sends = [
+        Sync(kind=SyncKind.SEND_IDS, bucket=tie.name, peer=tie.owner)
+        for tie in ties
+        if rank in tie.row_replicas
+    ]
+    serves = [
+        Sync(kind=kind, bucket=tie.name, peer=peer)
+        for tie in ties
+        if tie.owner == rank
+        for peer in tie.row_replicas
+        for kind in (SyncKind.RECV_IDS, SyncKind.SEND_ROWS)
+    ]
+    recvs = [dataclasses.replace(send, kind=SyncKind.RECV_ROWS) for send in sends]
+    return (*sends, *serves, *recvs)
+
+
 def _owner_nodes(rank: int, ties: Sequence[TiePlan]) -> list[Sync]:
     nodes: list[Sync] = []
     for tie in ties:
@@ -190,15 +221,13 @@ def _owner_nodes(rank: int, ties: Sequence[TiePlan]) -> list[Sync]:
             continue
         nodes.extend(Sync(kind=SyncKind.RECV_GRAD, bucket=tie.name, peer=peer) for peer in tie.replicas)
         nodes.append(Sync(kind=SyncKind.OWNER_STEP, bucket=tie.name))
-        nodes.extend(Sync(kind=SyncKind.SEND_WEIGHT, bucket=tie.name, peer=peer) for peer in tie.replicas)
+        nodes.extend(Sync(kind=SyncKind.SEND_WEIGHT, bucket=tie.name, peer=peer) for peer in tie.copies)
     return nodes
 
 
 def _weight_recvs(rank: int, ties: Sequence[TiePlan]) -> list[Sync]:
     return [
-        Sync(kind=SyncKind.RECV_WEIGHT, bucket=tie.name, peer=tie.owner)
-        for tie in ties
-        if rank in tie.replicas
+        Sync(kind=SyncKind.RECV_WEIGHT, bucket=tie.name, peer=tie.owner) for tie in ties if rank in tie.copies
     ]
 
 

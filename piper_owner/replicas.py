@@ -30,16 +30,17 @@ class Replicas:
         differed = []
         for tie in self.tied.values():
             owner = tie.plan.owner
-            source = owner if from_owner else tie.plan.source
+            source = tie.plan.source if tie.source is None else tie.source
+            source = owner if from_owner or _keeps_rows(tie, source) else source
             if source != owner and self.rank == source:
                 self._send_value(tie, owner)
             if source != owner and self.rank == owner:
                 differed.append(self._take_value(tie, source))
             if self.rank == owner:
-                for rank in tie.plan.replicas:
+                for rank in tie.plan.copies:
                     if rank != source:
                         self._send_value(tie, rank)
-            elif self.rank != source:
+            elif self.rank != source and self.rank in tie.plan.copies:
                 differed.append(self._take_value(tie, owner))
         for line in self.lines.values():
             line.flush()
@@ -94,11 +95,14 @@ class Replicas:
         verdict = Header(phase=Phase.CHECK, subject=tie.plan.name, step=step, dtype=torch.float64, shape=(1,))
         if self.rank != tie.plan.owner:
             line = self.lines[tie.plan.owner]
+            mine = local_of(tie.parameter)
+            if tie.rows is not None:
+                mine = tie.rows.rows()
+                value = header_of(tie, Phase.CHECK, step, num_rows=len(mine))
             theirs = line.receive(value).tensor()
             assert theirs is not None
-            theirs = theirs.to(tie.parameter.device)
+            theirs = theirs.to(mine.device)
             worst = 0.0
-            mine = local_of(tie.parameter)
             if not same_bits(theirs, mine):
                 worst = largest_difference(theirs, mine)
             line.send(verdict, torch.tensor([worst], dtype=torch.float64))
@@ -107,14 +111,23 @@ class Replicas:
             line.flush()
             return float(answer)
         lines = [self.lines[rank] for rank in tie.plan.replicas]
-        for line in lines:
-            line.send(value, local_of(tie.parameter))
+        for rank, line in zip(tie.plan.replicas, lines, strict=True):
+            if _keeps_rows(tie, rank):
+                rows = tie.parameter.detach().index_select(0, tie.served[rank].to(tie.parameter.device))
+                line.send(header_of(tie, Phase.CHECK, step, num_rows=len(rows)), rows)
+            else:
+                line.send(value, local_of(tie.parameter))
         answers = [line.receive(verdict).tensor() for line in lines]
         worst = max((float(answer) for answer in answers if answer is not None), default=0.0)
         for line in lines:
             line.send(verdict, torch.tensor([worst], dtype=torch.float64))
             line.flush()
         return worst
+
+
+def _keeps_rows(tie: TiedParameter, rank: int) -> bool:
+    """Whether `rank` has given up its copy of `tie` for rows."""
+    return rank in tie.plan.row_replicas and (tie.rows is not None or rank in tie.served)
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

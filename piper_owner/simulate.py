@@ -15,6 +15,7 @@ from typing import Final, assert_never
 
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import (
+    FETCHES,
     Action,
     BucketStep,
     Collective,
@@ -37,7 +38,12 @@ _FLOW: Final = {
     TransferKind.SEND_ACTIVATION: TransferKind.RECV_ACTIVATION,
     TransferKind.SEND_INPUT_GRAD: TransferKind.RECV_INPUT_GRAD,
 }
-_TIED: Final = {SyncKind.SEND_GRAD: SyncKind.RECV_GRAD, SyncKind.SEND_WEIGHT: SyncKind.RECV_WEIGHT}
+_TIED: Final = {
+    SyncKind.SEND_IDS: SyncKind.RECV_IDS,
+    SyncKind.SEND_ROWS: SyncKind.RECV_ROWS,
+    SyncKind.SEND_GRAD: SyncKind.RECV_GRAD,
+    SyncKind.SEND_WEIGHT: SyncKind.RECV_WEIGHT,
+}
 
 
 def unit_duration(action: Action) -> float:
@@ -145,7 +151,8 @@ class _DryRun:
         )
 
     def _key(self, source: int, target: int, action: Transfer | Sync) -> int:
-        return (source * self.dag.num_ranks + target) * 2 + (type(action) is Sync)
+        line = 0 if type(action) is Transfer else 2 if action.kind in FETCHES else 1
+        return (source * self.dag.num_ranks + target) * 3 + line
 
     def _advance(self, rank: int) -> None:
         """Run `rank` until it ends or has to wait."""
@@ -176,12 +183,7 @@ class _DryRun:
     @staticmethod
     def _is_send(action: Transfer | Sync) -> bool:
         kind = action.kind
-        return (
-            kind is TransferKind.SEND_ACTIVATION
-            or kind is TransferKind.SEND_INPUT_GRAD
-            or kind is SyncKind.SEND_GRAD
-            or kind is SyncKind.SEND_WEIGHT
-        )
+        return kind is TransferKind.SEND_ACTIVATION or kind is TransferKind.SEND_INPUT_GRAD or kind in _TIED
 
     def _send(self, rank: int, position: int, action: Transfer | Sync, peer: int) -> None:
         if not 0 <= peer < len(self.awaits):
@@ -291,7 +293,7 @@ class _DryRun:
         )
 
     def _left_over(self, key: int, position: int) -> DryRunError:
-        source, target = divmod(key // 2, self.dag.num_ranks)
+        source, target = divmod(key // 3, self.dag.num_ranks)
         return self._error(
             UnmatchedMessageError,
             f"unmatched: rank {source} sends {self.programs[source][position]!r} and rank {target} never "

@@ -14,6 +14,7 @@ __all__ = ["StepClock", "StepSeconds", "StepStats"]
 class StepSeconds:
     """Seconds of one rank's step by phase; none is counted in two.
 
+    rows: fetching rows, or serving them: `prefetch`, and what the next step is given.
     grads: waiting for the gradients of ties, and receiving them.
     ties: adding them up, stepping the ties that this rank owns, and starting to send their weights.
     rest: the inner optimizer's step of everything else; of ties too where they are stepped with it
@@ -22,6 +23,7 @@ class StepSeconds:
     flush: waiting until the peers have all that was sent.
     """
 
+    rows: float = 0.0
     grads: float = 0.0
     ties: float = 0.0
     rest: float = 0.0
@@ -31,7 +33,7 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """All phases together."""
-        return self.grads + self.ties + self.rest + self.weights + self.flush
+        return self.rows + self.grads + self.ties + self.rest + self.weights + self.flush
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +59,20 @@ class StepStats:
 class StepClock:
     """Adds up the seconds of a step; each attribute is a phase of `StepSeconds`."""
 
-    __slots__ = ("flush", "grads", "rest", "ties", "weights")
+    __slots__ = ("flush", "grads", "rest", "rows", "ties", "weights")
 
     def __init__(self) -> None:
-        self.grads = self.ties = self.rest = self.weights = self.flush = 0.0
+        self.rows = self.grads = self.ties = self.rest = self.weights = self.flush = 0.0
 
     def take(self) -> StepSeconds:
         """The seconds since the last call."""
         taken = StepSeconds(
-            grads=self.grads, ties=self.ties, rest=self.rest, weights=self.weights, flush=self.flush
+            rows=self.rows,
+            grads=self.grads,
+            ties=self.ties,
+            rest=self.rest,
+            weights=self.weights,
+            flush=self.flush,
         )
-        self.grads = self.ties = self.rest = self.weights = self.flush = 0.0
+        self.rows = self.grads = self.ties = self.rest = self.weights = self.flush = 0.0
         return taken

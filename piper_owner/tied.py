@@ -10,10 +10,19 @@ from torch import nn
 
 from piper_owner.errors import TieError
 from piper_owner.ownership import TiePlan
+from piper_owner.rows import RowsTable
 from piper_owner.sharding import local_of
 from piper_owner.transport.wire import Header, Phase
 
-__all__ = ["Stepper", "TiedParameter", "header_of", "rows_of", "take_grad", "wide_dtype"]
+__all__ = [
+    "Stepper",
+    "TiedParameter",
+    "header_of",
+    "num_rows_with",
+    "rows_of",
+    "take_grad",
+    "wide_dtype",
+]
 
 
 class Stepper(Protocol):
@@ -51,6 +60,8 @@ class TiedParameter:
     """Of a sharded stage a DTensor, whose local part alone travels."""
     places: tuple[tuple[nn.Module, str], ...] = ()
     """The (module, attribute) pairs that hold it on this rank."""
+    source: int | None = None
+    """The rank whose value is taken; None: that of the plan."""
     stepper: Stepper | None = None
     due: list[int] = field(default_factory=list)
     """Replicas whose gradient of this step is still to be received, ascending."""
@@ -71,13 +82,20 @@ class TiedParameter:
     """Whether the last step changed the weights."""
     is_averaged: bool = False
     """Whether DistributedDataParallel averages this rank's gradient over the pipelines."""
+    rows: RowsTable | None = None
+    """What a replica has that keeps rows only; `parameter` is then its compact table."""
+    served: dict[int, torch.Tensor] = field(default_factory=dict)
+    """On the owner, by replica: the ids of the rows that it has now, int64, in its order."""
+    asked: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    """On the owner, by replica: ids whose rows are to be sent, and whether for the next step."""
 
 
-def header_of(tie: TiedParameter, phase: Phase, step: int) -> Header:
-    """The header of a message about the whole of `tie`, or this rank's shard of it."""
+def header_of(tie: TiedParameter, phase: Phase, step: int, *, num_rows: int | None = None) -> Header:
+    """The header of a message about the whole of `tie`, this rank's shard of it, or some rows of it."""
     parameter = tie.parameter
     dtype = tie.wire_dtype if phase is Phase.GRAD and tie.wire_dtype is not None else parameter.dtype
-    shape = tuple(local_of(parameter).shape)
+    shape = tie.plan.shape if tie.rows is not None else tuple(local_of(parameter).shape)
+    shape = shape if num_rows is None else (num_rows, *shape[1:])
     return Header(phase=phase, subject=tie.plan.name, step=step, dtype=dtype, shape=shape)
 
 
@@ -88,6 +106,13 @@ def wide_dtype(tie: TiedParameter) -> torch.dtype:
     return torch.promote_types(torch.float32, torch.promote_types(own, wire))
 
 
+def num_rows_with(tie: TiedParameter, peer: int) -> int | None:
+    """How many rows a gradient between this rank and `peer` has; None for all of them."""
+    if tie.rows is not None:
+        return tie.rows.ids.numel()
+    return tie.served[peer].numel() if peer in tie.plan.row_replicas else None
+
+
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of `tensor`, with a first dimension to slice: a scalar becomes one row."""
     tensor = local_of(tensor)
@@ -95,10 +120,12 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take_grad(tie: TiedParameter) -> torch.Tensor | None:
-    """The gradient of the tied parameter on this rank, dense; of a sharded one its local part.
+    """The gradient of the tied parameter on this rank, dense: its local part, or that of fetched rows.
 
     An nn.Embedding(sparse=True) gives a sparse one; the sum with the head's is dense.
     """
+    if tie.rows is not None:
+        return tie.rows.take_grad()
     grad = tie.parameter.grad
     main = getattr(tie.parameter, "main_grad", None)
     if main is not None and (grad is None or bool(main.count_nonzero())):

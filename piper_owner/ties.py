@@ -14,7 +14,7 @@ from piper_owner.ownership import ParameterUse, Tie, Use
 from piper_owner.sharding import is_sharded, local_of
 from piper_owner.stages import NameMap, named_places
 
-__all__ = ["allocated", "describe_uses", "find_ties", "unite"]
+__all__ = ["allocated", "describe_uses", "find_ties", "meta_names", "unite"]
 
 
 def find_ties(model: nn.Module) -> tuple[Tie, ...]:
@@ -116,6 +116,17 @@ def describe_uses(
                 )
             )
     return tuple(found)
+
+
+def meta_names(stages: Mapping[int, nn.Module], names: NameMap | None = None) -> list[str]:
+    """The full-model names in `stages` that only parameters on the meta device have. Local."""
+    found: dict[str, bool] = {}
+    for module in stages.values():
+        for name, holder, leaf in named_places(module, names):
+            parameter = holder._parameters[leaf]
+            assert parameter is not None
+            found[name] = found.get(name, True) and parameter.is_meta
+    return sorted(name for name, is_meta in found.items() if is_meta)
 
 
 def unite(

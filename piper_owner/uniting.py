@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from piper_owner.errors import TieError
+from piper_owner.fetching import check_row_places
 from piper_owner.ownership import TiePlan
 from piper_owner.process_groups import fabric_of
 from piper_owner.sharding import mesh_groups
@@ -24,24 +25,33 @@ def tie_here(
     ties: Sequence[TiePlan],
     stages: Mapping[int, torch.nn.Module],
     fabric: Fabric,
+    sources: Mapping[str, int],
     *,
     names: NameMap | None,
 ) -> dict[str, TiedParameter]:
-    """This rank's part in each of `ties`, by name; collective over the meshes that shard them."""
+    """This rank's part in each of `ties`, by name; collective over the meshes that shard them.
+
+    `sources`: by tie, the rank whose value is taken.
+    """
     found = [place for module in stages.values() for place in named_places(module, names)]
     places = {
         tie.name: [(module, leaf) for name, module, leaf in found if name in tie.tie.names] for tie in ties
     }
     for tie in ties:
+        if fabric.rank in tie.row_replicas:
+            check_row_places(stages, tie, names)
         parameters = [module._parameters[leaf] for module, leaf in places[tie.name]]
         _agree_over_shards(tie, parameters, fabric.timeout)
     tied = {}
     for tie in ties:
-        parameter = unite(stages, tie.tie, names=names, may_be_meta=tie.source != fabric.rank)
+        may_be_meta = sources[tie.name] != fabric.rank
+        parameter = unite(stages, tie.tie, names=names, may_be_meta=may_be_meta)
+        goes_without = fabric.rank in tie.row_replicas
         tied[tie.name] = TiedParameter(
             plan=tie,
-            parameter=allocated(stages, parameter),
+            parameter=parameter if goes_without else allocated(stages, parameter),
             places=tuple(places[tie.name]),
+            source=sources[tie.name],
             is_empty=parameter.is_meta,
         )
     return tied

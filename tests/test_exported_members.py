@@ -27,6 +27,8 @@ EXPORTED = [
     "PiperOwnerError",
     "ReplicaMismatchError",
     "ResourceError",
+    "RowIndexError",
+    "RowsError",
     "RuleViolationError",
     "RunError",
     "Tie",

@@ -124,4 +124,4 @@ def test_to_dict_is_json() -> None:
     for each in found:
         assert list(each) == ["sent", "received", "seconds"]
         assert list(each["sent"]) == ["ids", "rows", "grads", "weights", "other"]
-        assert list(each["seconds"]) == ["grads", "ties", "rest", "weights", "flush"]
+        assert list(each["seconds"]) == ["rows", "grads", "ties", "rest", "weights", "flush"]

@@ -753,7 +753,9 @@ def _count(fabric: Fabric) -> tuple[BytesSent, int, BytesSent]:
 def test_bytes_are_counted_by_kind_on_both_sides(ranks: Ranks) -> None:
     (sent, messages, rest), received = ranks.run(2, _count)
     size, headers = 130 * 3 * 4, 2 * len(Phase) * HEADER_BYTES
-    assert sent == BytesSent(grads=size, weights=size, other=(len(Phase) - 2) * size + headers)
+    assert sent == BytesSent(
+        ids=3 * size, rows=size, grads=size, weights=size, other=(len(Phase) - 6) * size + headers
+    )
     assert sent.total == len(Phase) * size + headers == sum(sent.to_dict().values())
     assert messages == 2 * len(Phase)
     assert rest == BytesSent()

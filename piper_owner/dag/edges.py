@@ -154,6 +154,16 @@ def _tie_edges(index: DagIndex, base: list[int]) -> list[tuple[int, int]]:
             taken = (rank, at.get((SyncKind.RECV_WEIGHT, bucket.name, rank, owner), ABSENT))
             for source, target in ((sent, got), (got, step), (step, given), (given, taken)):
                 _link(edges, base, source, target)
+        for rank in bucket.row_ranks:
+            asked = (rank, at.get((SyncKind.SEND_IDS, bucket.name, rank, owner), ABSENT))
+            heard = (owner, at.get((SyncKind.RECV_IDS, bucket.name, owner, rank), ABSENT))
+            served = (owner, at.get((SyncKind.SEND_ROWS, bucket.name, owner, rank), ABSENT))
+            fetched = (rank, at.get((SyncKind.RECV_ROWS, bucket.name, rank, owner), ABSENT))
+            for source, target in ((asked, heard), (heard, served), (served, fetched), (served, step)):
+                _link(edges, base, source, target)
+            for stage in bucket.stages:
+                if dag.placement[stage] == rank:
+                    _link(edges, base, fetched, (rank, index.first_use[stage]))
     return edges
 
 

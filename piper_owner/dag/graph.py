@@ -32,12 +32,14 @@ class Bucket:
 
     A plain bucket holds parameters of one stage and is stepped by that stage's rank; its `owner`
     is None. A tie is a bucket of its own: `stages` are all stages that use the parameter, and
-    `owner` is the one rank that steps it.
+    `owner` is the one rank that steps it; `row_ranks`, ascending, are its replicas that keep no copy
+    and fetch the rows that they use.
     """
 
     name: str
     stages: tuple[int, ...]
     owner: int | None = None
+    row_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,4 +184,10 @@ def _check_buckets(dag: TrainingDAG) -> None:
             raise DagError(
                 f"bucket {bucket.name!r} is owned by rank {bucket.owner}, which runs none of its stages "
                 f"{bucket.stages}; choose one of the ranks {list(dag.holders_of(bucket))}"
+            )
+        replicas = dag.replicas_of(bucket)
+        if list(bucket.row_ranks) != sorted(set(bucket.row_ranks).intersection(replicas)):
+            raise DagError(
+                f"bucket {bucket.name!r} keeps rows only on the ranks {bucket.row_ranks}; list some of its "
+                f"replicas {replicas}, ascending"
             )

@@ -48,7 +48,8 @@ class DagIndex:
     - `send_activation`, `recv_activation`, `send_input_grad`, `recv_input_grad`: by slot;
     - `remote_edges`: the (source stage, target stage) of each edge between ranks;
     - `steps`, `syncs`, `collectives`: by rank, pairs of position and action;
-    - `last_use`, `last_weight`: by stage, its last compute and its last weight-backward;
+    - `first_use`, `last_use`, `last_weight`: by stage, its first and last compute, and its last
+      weight-backward;
     - `last_weight_on`: by rank, its last weight-backward of any stage;
     - `sent`, `received`: by `source rank * num_ranks + target rank`, pipeline messages as slots
       (gradients of inputs come after all activations: `slot + number of slots`);
@@ -56,10 +57,10 @@ class DagIndex:
     """
 
     __slots__ = (
-        "backward", "collectives", "dag", "edge_of", "forward", "last_use", "last_weight", "last_weight_on",
-        "misplaced_computes", "misplaced_transfers", "num_slots", "received", "recv_activation",
-        "recv_input_grad", "remote_edges", "send_activation", "send_input_grad", "sent", "split", "steps",
-        "syncs", "weight",
+        "backward", "collectives", "dag", "edge_of", "first_use", "forward", "last_use", "last_weight",
+        "last_weight_on", "misplaced_computes", "misplaced_transfers", "num_slots", "received",
+        "recv_activation", "recv_input_grad", "remote_edges", "send_activation", "send_input_grad", "sent",
+        "split", "steps", "syncs", "weight",
     )  # fmt: skip
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -80,6 +81,7 @@ class DagIndex:
         self.steps: list[list[tuple[int, BucketStep]]] = [[] for _ in dag.programs]
         self.syncs: list[list[tuple[int, Sync]]] = [[] for _ in dag.programs]
         self.collectives: list[list[tuple[int, Collective]]] = [[] for _ in dag.programs]
+        self.first_use = [ABSENT] * len(placement)
         self.last_use = [ABSENT] * len(placement)
         self.last_weight = [ABSENT] * len(placement)
         self.last_weight_on = [ABSENT] * dag.num_ranks
@@ -131,6 +133,8 @@ class DagIndex:
             if kind is not ComputeKind.BACKWARD_INPUT:
                 self.last_weight[stage] = position
                 self.last_weight_on[rank] = position
+        if self.first_use[stage] == ABSENT:
+            self.first_use[stage] = position
         self.last_use[stage] = position
         if taken != ABSENT:
             first = dag.programs[rank][taken]

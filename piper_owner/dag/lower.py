@@ -17,6 +17,7 @@ from typing import assert_never
 
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import (
+    FETCHES,
     Action,
     BucketStep,
     Collective,
@@ -203,6 +204,8 @@ def arrange_tail(dag: TrainingDAG, rank: int, tail: Iterable[Action]) -> list[Ac
     def phase(action: Action) -> int:
         match action:
             case Compute() | Transfer():
+                return 0
+            case Sync(kind=kind) if kind in FETCHES:
                 return 0
             case Sync(kind=SyncKind.SEND_GRAD):
                 return 1

@@ -63,8 +63,16 @@ class TransferKind(enum.Enum):
 
 
 class SyncKind(enum.Enum):
-    """What a holder of a tie does once in a step, beside its peer if it has one."""
+    """What a holder of a tie does once in a step, beside its peer if it has one.
 
+    A replica that keeps rows only fetches them, SEND_IDS then RECV_ROWS; its owner serves it,
+    RECV_IDS then SEND_ROWS.
+    """
+
+    SEND_IDS = "SEND_IDS"
+    RECV_IDS = "RECV_IDS"
+    SEND_ROWS = "SEND_ROWS"
+    RECV_ROWS = "RECV_ROWS"
     SEND_GRAD = "SEND_GRAD"
     RECV_GRAD = "RECV_GRAD"
     OWNER_STEP = "OWNER_STEP"
@@ -158,11 +166,27 @@ class Collective:
 Action = Compute | Transfer | BucketStep | Sync | Collective
 
 SENDS: Final = frozenset(
-    {TransferKind.SEND_ACTIVATION, TransferKind.SEND_INPUT_GRAD, SyncKind.SEND_GRAD, SyncKind.SEND_WEIGHT}
+    {
+        TransferKind.SEND_ACTIVATION,
+        TransferKind.SEND_INPUT_GRAD,
+        SyncKind.SEND_IDS,
+        SyncKind.SEND_ROWS,
+        SyncKind.SEND_GRAD,
+        SyncKind.SEND_WEIGHT,
+    }
 )
 RECVS: Final = frozenset(
-    {TransferKind.RECV_ACTIVATION, TransferKind.RECV_INPUT_GRAD, SyncKind.RECV_GRAD, SyncKind.RECV_WEIGHT}
+    {
+        TransferKind.RECV_ACTIVATION,
+        TransferKind.RECV_INPUT_GRAD,
+        SyncKind.RECV_IDS,
+        SyncKind.RECV_ROWS,
+        SyncKind.RECV_GRAD,
+        SyncKind.RECV_WEIGHT,
+    }
 )
+FETCHES: Final = frozenset({SyncKind.SEND_IDS, SyncKind.RECV_IDS, SyncKind.SEND_ROWS, SyncKind.RECV_ROWS})
+"""The sync of ids and rows: on a line of its own, before the first use."""
 
 _NAME = r"\[(?P<bucket>[A-Za-z0-9._\-@/%~]+)\]"
 _PATTERNS: Final = tuple(
@@ -172,7 +196,7 @@ _PATTERNS: Final = tuple(
         r"(?P<stage>\d+)(?P<transfer>(?:SEND|RECV)_[FB])(?P<microbatch>\d+)(?P<arrow>->|<-)(?P<peer_stage>\d+)@(?P<peer>\d+)",
         r"STEP" + _NAME,
         r"OWNER_STEP" + _NAME,
-        r"(?P<sync>(?:SEND|RECV)_(?:GRAD|WEIGHT))" + _NAME + r"(?P<arrow>->|<-)(?P<peer>\d+)",
+        r"(?P<sync>(?:SEND|RECV)_(?:IDS|ROWS|GRAD|WEIGHT))" + _NAME + r"(?P<arrow>->|<-)(?P<peer>\d+)",
         r"(?P<collective>ALL_REDUCE|CLIP)(?:" + _NAME + r")?\{(?P<ranks>\d+(?:,\d+)*)\}",
     )
 )

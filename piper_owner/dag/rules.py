@@ -59,6 +59,7 @@ RULES: Final = (
     Rule(name="tie 1: one gradient send", levels=_FROM_SYNCED, check=sync_rules.one_gradient_send),
     Rule(name="tie 2: sends match recvs in order", levels=_FROM_SYNCED, check=sync_rules.tied_messages_match),
     Rule(name="tie 3: recvs, step, weights, next use", levels=_FROM_SYNCED, check=sync_rules.step_between),
+    Rule(name="tie 4: rows before their use", levels=_FROM_SYNCED, check=sync_rules.rows_come_first),
     Rule(name="one clip on every rank", levels=_FROM_SYNCED, check=sync_rules.one_clip),
     Rule(name="all-reduces agree", levels=_FROM_SYNCED, check=sync_rules.all_reduces_agree),
 )

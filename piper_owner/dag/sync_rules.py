@@ -6,12 +6,22 @@ from collections.abc import Iterator
 
 from piper_owner.dag.graph import Bucket
 from piper_owner.dag.index import ABSENT, DagIndex, Violation
-from piper_owner.dag.nodes import Action, BucketStep, Collective, CollectiveKind, Sync, SyncKind
+from piper_owner.dag.nodes import (
+    FETCHES,
+    SENDS,
+    Action,
+    BucketStep,
+    Collective,
+    CollectiveKind,
+    Sync,
+    SyncKind,
+)
 
 __all__ = [
     "all_reduces_agree",
     "one_clip",
     "one_gradient_send",
+    "rows_come_first",
     "step_between",
     "stepped_once",
     "steps_follow_gradients",
@@ -19,8 +29,10 @@ __all__ = [
     "tied_messages_match",
 ]
 
-_OUTGOING = frozenset({SyncKind.SEND_GRAD, SyncKind.SEND_WEIGHT})
-_OF_OWNER = frozenset({SyncKind.RECV_GRAD, SyncKind.OWNER_STEP, SyncKind.SEND_WEIGHT})
+_OF_OWNER = frozenset(
+    {SyncKind.RECV_IDS, SyncKind.SEND_ROWS, SyncKind.RECV_GRAD, SyncKind.OWNER_STEP, SyncKind.SEND_WEIGHT}
+)
+_NEEDS_A_COPY = frozenset({SyncKind.SEND_WEIGHT, SyncKind.RECV_WEIGHT})
 
 
 def _ties(index: DagIndex) -> list[tuple[Bucket, int]]:
@@ -111,6 +123,7 @@ def sync_belongs(index: DagIndex) -> Iterator[Violation]:
                 bucket, owner = ties[sync.bucket]
                 replicas = list(index.dag.replicas_of(bucket))
                 what = f"the tie is owned by rank {owner}, with replicas on {replicas}"
+                what += f", of rows only on {list(bucket.row_ranks)}" if bucket.row_ranks else ""
             else:
                 continue
             yield Violation(
@@ -120,6 +133,10 @@ def sync_belongs(index: DagIndex) -> Iterator[Violation]:
 
 def _at_home(index: DagIndex, rank: int, sync: Sync, bucket: Bucket, owner: int) -> bool:
     replicas = index.dag.replicas_of(bucket)
+    if sync.kind in FETCHES:
+        replicas = bucket.row_ranks
+    elif sync.kind in _NEEDS_A_COPY:
+        replicas = tuple(sorted({*replicas} - {*bucket.row_ranks}))
     if sync.kind not in _OF_OWNER:
         return rank in replicas and sync.peer == owner
     return rank == owner and (sync.kind is SyncKind.OWNER_STEP or sync.peer in replicas)
@@ -145,19 +162,19 @@ def one_gradient_send(index: DagIndex) -> Iterator[Violation]:
 
 
 def tied_messages_match(index: DagIndex) -> Iterator[Violation]:
-    """Each pair of ranks: tied messages are received as they are sent, in the same order."""
-    sent: dict[tuple[int, int], list[str]] = {}
-    received: dict[tuple[int, int], list[str]] = {}
+    """Each line between two ranks: tied messages are received as they are sent, in the same order."""
+    sent: dict[tuple[int, int, bool], list[str]] = {}
+    received: dict[tuple[int, int, bool], list[str]] = {}
     for rank in range(index.dag.num_ranks):
         for _, sync in index.syncs[rank]:
             if sync.peer is None:
                 continue
-            what = "GRAD" if sync.kind in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD) else "WEIGHT"
-            text = f"{what}[{sync.bucket}]"
-            if sync.kind in _OUTGOING:
-                sent.setdefault((rank, sync.peer), []).append(text)
+            fetches = sync.kind in FETCHES  # ids and rows have a line of their own
+            text = f"{sync.kind.value.partition('_')[2]}[{sync.bucket}]"
+            if sync.kind in SENDS:
+                sent.setdefault((rank, sync.peer, fetches), []).append(text)
             else:
-                received.setdefault((sync.peer, rank), []).append(text)
+                received.setdefault((sync.peer, rank, fetches), []).append(text)
     for pair in sorted({*sent, *received}):
         given, awaited = [*sent.get(pair, []), "nothing"], [*received.get(pair, []), "nothing"]
         if given != awaited:
@@ -185,13 +202,14 @@ def step_between(index: DagIndex) -> Iterator[Violation]:
         for rank in index.dag.replicas_of(bucket):
             grads = _found(index, owner, SyncKind.RECV_GRAD, bucket.name, rank)
             weights = _found(index, owner, SyncKind.SEND_WEIGHT, bucket.name, rank)
-            for kind, found in (("RECV_GRAD", grads), ("SEND_WEIGHT", weights)):
-                if len(found) != 1:
+            copies = 0 if rank in bucket.row_ranks else 1
+            for kind, found, wanted in (("RECV_GRAD", grads, 1), ("SEND_WEIGHT", weights, copies)):
+                if len(found) != wanted:
                     yield Violation(
                         rank=owner,
                         action=f"{kind}[{bucket.name}] with rank {rank}",
                         what=f"it stands {len(found)} times in the owner's program",
-                        remedy="keep one per replica and step",
+                        remedy="keep one per replica and step; weights go to replicas that keep a copy",
                     )
             for step in steps:
                 for grad in grads:
@@ -200,7 +218,8 @@ def step_between(index: DagIndex) -> Iterator[Violation]:
                 for weight in weights:
                     if weight < step:
                         yield _late(index, owner, program[weight], weight, step)
-            yield from _arrival(index, bucket, owner, rank)
+            if rank not in bucket.row_ranks:
+                yield from _arrival(index, bucket, owner, rank)
 
 
 def _arrival(index: DagIndex, bucket: Bucket, owner: int, rank: int) -> Iterator[Violation]:
@@ -219,6 +238,32 @@ def _arrival(index: DagIndex, bucket: Bucket, owner: int, rank: int) -> Iterator
     for position in arrivals:
         if position < last:
             yield _late(index, rank, program[position], position, last)
+
+
+def rows_come_first(index: DagIndex) -> Iterator[Violation]:
+    """A replica that keeps rows only fetches them once, before its first use of them.
+
+    It sends ids and then receives rows; the owner receives ids and then sends rows, before it steps.
+    """
+    for bucket, owner in _ties(index):
+        for rank in bucket.row_ranks:
+            uses = [index.first_use[stage] for stage in bucket.stages if index.dag.placement[stage] == rank]
+            first = min((use for use in uses if use != ABSENT), default=len(index.dag.programs[rank]))
+            steps = _found(index, owner, SyncKind.OWNER_STEP, bucket.name)
+            until = min(steps, default=len(index.dag.programs[owner]))
+            for place, peer, kinds, end in (
+                (rank, owner, (SyncKind.SEND_IDS, SyncKind.RECV_ROWS), first),
+                (owner, rank, (SyncKind.RECV_IDS, SyncKind.SEND_ROWS), until),
+            ):
+                found = [_found(index, place, kind, bucket.name, peer) for kind in kinds]
+                if [len(each) for each in found] != [1, 1] or not found[0] < found[1] < [end]:
+                    yield Violation(
+                        rank=place,
+                        action=f"{kinds[0].value} and {kinds[1].value} of [{bucket.name}] with rank {peer}",
+                        what=f"they stand at {found[0]} and {found[1]}; what needs them comes at {end}",
+                        remedy="keep one of each, in this order, before the first use on the replica and "
+                        "before the step on the owner",
+                    )
 
 
 def one_clip(index: DagIndex) -> Iterator[Violation]:

@@ -28,7 +28,7 @@ __all__ = ["format_dag", "parse_dag"]
 
 _WIDTH: Final = 100
 _HEADER: Final = re.compile(r"training_dag ranks=(\d+) microbatches=(\d+)")
-_BUCKET: Final = re.compile(r"bucket (\S+) stages=(\d+(?:,\d+)*)(?: owner=(\d+))?")
+_BUCKET: Final = re.compile(r"bucket (\S+) stages=(\d+(?:,\d+)*)(?: owner=(\d+)(?: rows=(\d+(?:,\d+)*))?)?")
 
 
 def format_dag(dag: TrainingDAG) -> str:
@@ -40,6 +40,7 @@ def format_dag(dag: TrainingDAG) -> str:
     ]
     for bucket in dag.buckets:
         owner = "" if bucket.owner is None else f" owner={bucket.owner}"
+        owner += f" rows={','.join(map(str, bucket.row_ranks))}" if bucket.row_ranks else ""
         name = quote(bucket.name, safe="._-@/")
         lines.append(f"bucket {name} stages={','.join(map(str, bucket.stages))}{owner}")
     for rank, program in enumerate(dag.programs):
@@ -128,4 +129,5 @@ def _parse_bucket(line: str) -> Bucket:
         name=unquote(found[1]),
         stages=tuple(map(int, found[2].split(","))),
         owner=None if found[3] is None else int(found[3]),
+        row_ranks=() if found[4] is None else tuple(map(int, found[4].split(","))),
     )

@@ -49,7 +49,14 @@ class BytesSent:
         return asdict(self)
 
 
-_KIND_OF_PHASE: Final = {Phase.GRAD: "grads", Phase.WEIGHT: "weights"}
+_KIND_OF_PHASE: Final = {
+    Phase.GRAD: "grads",
+    Phase.WEIGHT: "weights",
+    Phase.IDS: "ids",
+    Phase.MORE_IDS: "ids",
+    Phase.NEXT_IDS: "ids",
+    Phase.ROWS: "rows",
+}
 
 
 class Line:
@@ -104,17 +111,23 @@ class Line:
         self.messages += 1
         return Outgoing(self, header)
 
-    def receive(self, expected: Header, *, any_tensor: bool = False) -> Incoming:
+    def receive(
+        self, expected: Header, *, any_tensor: bool = False, or_phase: Phase | None = None
+    ) -> Incoming:
         """Wait for the next message and check its header against `expected`.
+
+        `any_tensor` leaves shape and dtype open; `or_phase` is another phase that it may have.
 
         Raises MessageMismatchError if it is another, after closing the channel, so that the
         sender fails too, unless it is `refused`; PeerTimeoutError or PeerLostError if none comes.
         """
-        header = self.await_header(expected, any_tensor=any_tensor)
+        header = self.await_header(expected, any_tensor=any_tensor, or_phase=or_phase)
         self._awaited = None
         return Incoming(self, header, self._where(expected, sending=False))
 
-    def await_header(self, expected: Header, *, any_tensor: bool = False) -> Header:
+    def await_header(
+        self, expected: Header, *, any_tensor: bool = False, or_phase: Phase | None = None
+    ) -> Header:
         """The header of the next message, which stays the next one to `receive`; raises as that does."""
         where = self._where(expected, sending=False)
         header = self._awaited
@@ -125,6 +138,8 @@ class Line:
                     self.channel.post_recv(raw).wait()
                 self.received += BytesSent(other=raw.nbytes)
                 header = Header.decode(raw, where)
+            if header.phase is or_phase:
+                expected = replace(expected, phase=header.phase)
             header.check(expected, where, any_tensor=any_tensor)
         except MessageMismatchError:
             if header is not None and Phase.FREEZE in (header.phase, expected.phase):

@@ -56,6 +56,10 @@ class Phase(enum.Enum):
     VALUE = "initial value"
     CHECK = "replica check"
     FREEZE = "change of requires_grad"
+    IDS = "row ids"
+    MORE_IDS = "more row ids"
+    NEXT_IDS = "row ids of the next step"
+    ROWS = "rows"
 
 
 _PHASES: Final = tuple(Phase)
