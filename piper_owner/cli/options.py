@@ -11,6 +11,7 @@ from typing import Any, Final
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
     DTYPES,
+    LAYOUTS,
     LEARNING_RATES,
     OPTIMIZERS,
     PLACEMENTS,
@@ -31,8 +32,9 @@ its input embedding: one parameter, "tied".
 
 The embedding sits on the first stage and the head on the last one, so two
 devices use the same parameter. Here one of them owns it: it alone keeps
-optimizer state and steps the parameter. The other one holds a replica, sends
-its gradient once per step and gets the new weights back. --compare proves it.
+optimizer state and steps the parameter. The other one sends its gradient once
+per step. The embedding's device keeps no table at all: it fetches the rows
+that the step looks up (--layout). --compare proves it.
 """
 
 _EXAMPLES: Final = """\
@@ -43,6 +45,8 @@ examples:
       the same, beside three other ways to train the same model
   piper-owner train --dtype float64 --steps 5 --compare reference --json FILE
       compare to the last bits, and keep the figures
+  piper-owner train --layout dense
+      both devices keep a working copy; the embedding's owns it
   piper-owner train --placement v --stages 4
       first and last stage on one device: the tie needs no message
 
@@ -143,6 +147,13 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="WHO",
         help="who owns the tied parameter: auto, first (the embedding's device), last (the head's), or a "
         "rank (default: %(default)s)",
+    )
+    _choose(
+        group,
+        "layout",
+        LAYOUTS,
+        "what the embedding's device keeps; rows: no table, only the rows that a step looks up; dense: a "
+        "working copy; auto: rows where the head's device may own",
     )
     _add(group, "chunk_bytes", int, "BYTES", "size of the pieces in which gradients and weights travel")
 

@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from piper_owner.errors import ConfigError
-from piper_owner.ownership import OwnerChoice
+from piper_owner.ownership import LayoutChoice, OwnerChoice
 
-__all__ = ["DTYPES", "LEARNING_RATES", "OPTIMIZERS", "PLACEMENTS", "SCHEDULES", "RunKind", "TrainConfig"]
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "LEARNING_RATES",
+    "OPTIMIZERS",
+    "PLACEMENTS",
+    "SCHEDULES",
+    "RunKind",
+    "TrainConfig",
+]
 
 PLACEMENTS: Final = ("loop", "v")
+LAYOUTS: Final = ("auto", "rows", "dense")
 SCHEDULES: Final = ("gpipe", "1f1b")
 OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
 LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
@@ -52,6 +62,7 @@ class TrainConfig:
     layers: int = 4
     heads: int = 4
     owner: OwnerChoice = "auto"
+    layout: LayoutChoice = "auto"
     optimizer: str = "adamw"
     lr: float | None = None
     clip: float | None = None
@@ -98,6 +109,7 @@ def _check(config: TrainConfig) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
     for name, known in (
         ("placement", PLACEMENTS),
+        ("layout", LAYOUTS),
         ("schedule", SCHEDULES),
         ("optimizer", OPTIMIZERS),
         ("dtype", DTYPES),

@@ -64,7 +64,13 @@ def plan_run(config: TrainConfig, run: RunKind) -> RunPlan:
     """
     placement = place_stages(config.stages, config.devices, Placement(config.placement))
     ties, uses = _ties_and_uses(config, placement)
-    ownership = plan_ownership(ties, uses, world_size=config.devices, owner=config.owner)
+    ownership = plan_ownership(
+        ties,
+        uses,
+        world_size=config.devices,
+        owner=config.owner,
+        layout=config.layout if run is RunKind.OWNER else "dense",
+    )
     clip = config.clip is not None
     match run:
         case RunKind.OWNER:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import assert_never
 
 import torch
@@ -28,8 +29,11 @@ from piper_owner.exchange import Exchange
 from piper_owner.executor.buckets import OptimizerFactory, local_buckets
 from piper_owner.executor.pipeline import Mailbox
 from piper_owner.executor.stage import LossFunction, StageRunner
-from piper_owner.ownership import OwnershipPlan, TiePlan
-from piper_owner.p2p_nodes import sync_nodes
+from piper_owner.fetching import check_row_places, keep_rows
+from piper_owner.ownership import OwnershipPlan, TiePlan, Use
+from piper_owner.p2p_nodes import fetch_nodes, sync_nodes
+from piper_owner.rows import checked_ids
+from piper_owner.stages import named_places
 from piper_owner.stepping import ParameterStepper
 from piper_owner.tied import TiedParameter
 from piper_owner.ties import unite
@@ -77,23 +81,32 @@ class RankExecutor:
             _check_stages(dag, rank, stages)
             _check_syncs(dag, plan, rank, clips=clip is not None, copies=copies)
             ties = () if copies else plan.held_by(rank)
+            _check_row_stages(ties, rank, stages)
             united = {tie.name: unite(stages, tie.tie) for tie in ties}
             for tie in ties:
                 _check_planned(tie, rank, united[tie.name])
             last = dag.num_stages - 1
             self.stages = {s: StageRunner(m, loss if s == last else None) for s, m in stages.items()}
             self.buckets = local_buckets(dag, plan, rank, stages, optimizer)
-            lines = _open_lines(dag, () if copies else plan.pairs, fabric, chunk_bytes)
+            tied_pairs, row_pairs = ((), ()) if copies else (plan.pairs, plan.row_pairs)
+            lines = _open_lines(dag, tied_pairs, row_pairs, fabric, chunk_bytes)
             self.mailbox = Mailbox(lines["pipeline"])
             tied = {}
             for tie in ties:
                 bucket = self.buckets.get(tie.name)  # None when the tie is frozen
                 steps = bucket.optimizer if bucket is not None else None
                 stepper = None if steps is None else ParameterStepper(steps, united[tie.name])
-                tied[tie.name] = TiedParameter(plan=tie, parameter=united[tie.name], stepper=stepper)
-            self.exchange = Exchange(rank, tied, lines["tied"])
+                tied[tie.name] = TiedParameter(
+                    plan=tie,
+                    parameter=united[tie.name],
+                    places=_places(stages, tie),
+                    stepper=stepper,
+                )
+            self.exchange = Exchange(rank, tied, lines["tied"], row_lines=lines["rows"])
             self._open_groups()
             self.exchange.share_values()
+            keep_rows(stages, tied, rank)
+            self._follow_tables()
             self.exchange.take_bytes_sent()
 
     # -- a step
@@ -107,12 +120,14 @@ class RankExecutor:
         """
         with self._reporting(f"the start of step {self.step}"):
             self._check_batch(inputs, labels)
+            self.exchange.fetching.want(inputs)
         loss = 0.0
         for action in self.dag.programs[self.rank]:
             with self._reporting(f"{action!r} of step {self.step}"):
                 loss += self._run(action, inputs, labels)
         with self._reporting(f"the end of step {self.step}"):
             self.mailbox.flush()
+            self.exchange.fetching.end_step((), self.step)
         self._tied_sent += self.exchange.take_bytes_sent()
         self.step += 1
         return loss
@@ -124,6 +139,9 @@ class RankExecutor:
                 f"rank {self.rank} runs {wanted} microbatches, and the batch has {len(inputs)} of inputs and "
                 f"{len(labels)} of labels; give one of each per microbatch of the TrainingDAG"
             )
+        for tie in self.plan.ties:
+            if any(holder.use is Use.LOOKUP and 0 in holder.stages for holder in tie.holders):
+                checked_ids(inputs, tie.shape[0], f"tie {tie.tie.names}, step {self.step}")
 
     def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
         match action:
@@ -139,11 +157,19 @@ class RankExecutor:
             case Sync():
                 self._note_grads(action.bucket)
                 self.exchange.run(action, self.step)
+                if action.kind is SyncKind.RECV_ROWS:
+                    self._follow_tables()
             case Collective():
                 self._collective(action)
             case _:
                 assert_never(action)
         return 0.0
+
+    def _follow_tables(self) -> None:
+        """Let the buckets of ties that keep rows hold the compact table, which another may replace."""
+        for name, tie in self.exchange.tied.items():
+            if tie.rows is not None and name in self.buckets:
+                self.buckets[name] = replace(self.buckets[name], parameters=(tie.parameter,))
 
     def _note_grads(self, bucket: str) -> None:
         self.peak_grad_bytes[bucket] = max(self.peak_grad_bytes[bucket], self.buckets[bucket].grad_bytes)
@@ -315,7 +341,8 @@ def _check_planned(tie: TiePlan, rank: int, parameter: nn.Parameter) -> None:
 def _check_syncs(dag: TrainingDAG, plan: OwnershipPlan, rank: int, *, clips: bool, copies: bool) -> None:
     """Raise DagError unless the DAG's syncs are the plan's, in its order, and it clips if it should."""
     program = dag.programs[rank]
-    planned = () if copies else sync_nodes([tie for tie in plan.ties if tie.requires_grad], rank)
+    live = [tie for tie in plan.ties if tie.requires_grad]
+    planned = () if copies else (*fetch_nodes(live, rank), *sync_nodes(live, rank))
     for kind in SyncKind:
         here = [node for node in program if isinstance(node, Sync) and node.kind is kind]
         wanted = [node for node in planned if node.kind is kind]
@@ -339,20 +366,43 @@ def _check_syncs(dag: TrainingDAG, plan: OwnershipPlan, rank: int, *, clips: boo
         )
 
 
+def _places(stages: Mapping[int, nn.Module], tie: TiePlan) -> tuple[tuple[nn.Module, str], ...]:
+    found = (place for module in stages.values() for place in named_places(module))
+    return tuple((module, leaf) for name, module, leaf in found if name in tie.tie.names)
+
+
+def _check_row_stages(ties: Sequence[TiePlan], rank: int, stages: Mapping[int, nn.Module]) -> None:
+    """Raise TieError unless this rank can keep rows of `ties` as the plan has it."""
+    for tie in ties:
+        if rank not in tie.row_replicas:
+            continue
+        check_row_places(stages, tie, None)
+        if tie.holder(rank).stages != (0,):
+            raise TieError(
+                f"tie {tie.tie.names}: rank {rank} is to keep rows only, and looks them up in the stages "
+                f"{list(tie.holder(rank).stages)}; only the ids of stage 0 are known before a step, so plan "
+                "it with layout='dense'"
+            )
+
+
 def _open_lines(
-    dag: TrainingDAG, tied_pairs: Sequence[tuple[int, int]], fabric: Fabric, chunk_bytes: int
+    dag: TrainingDAG,
+    tied_pairs: Sequence[tuple[int, int]],
+    row_pairs: Sequence[tuple[int, int]],
+    fabric: Fabric,
+    chunk_bytes: int,
 ) -> dict[str, dict[int, Line]]:
     """Every line of this rank, by purpose and peer.
 
     All ranks open theirs in one order, that of (lower rank, higher rank, purpose), so that two
     ranks never wait for each other's second line.
     """
-    wanted = {(*pair, "tied") for pair in tied_pairs}
+    wanted = {(*pair, "tied") for pair in tied_pairs} | {(*pair, "rows") for pair in row_pairs}
     for rank, program in enumerate(dag.programs):
         for action in program:
             if isinstance(action, Transfer):
                 wanted.add((min(rank, action.peer), max(rank, action.peer), "pipeline"))
-    lines: dict[str, dict[int, Line]] = {"pipeline": {}, "tied": {}}
+    lines: dict[str, dict[int, Line]] = {"pipeline": {}, "tied": {}, "rows": {}}
     for low, high, purpose in sorted(wanted):
         if fabric.rank in (low, high):
             peer = high if fabric.rank == low else low

@@ -15,6 +15,7 @@ from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import gpt_config, plan_run, torch_dtype
 from piper_owner.executor.rank import RankExecutor
 from piper_owner.models.gpt import build_stage, lm_loss
+from piper_owner.rows import RowsParameter
 from piper_owner.transport.base import Fabric
 from piper_owner.transport.messages import BytesSent
 
@@ -104,11 +105,15 @@ class RankSession:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by their names in the full model, copied to the CPU. Local."""
+        """This rank's parameters by their names in the full model, copied to the CPU. Local.
+
+        A table of which it keeps rows only is not among them: its owner has it.
+        """
         return {
             name: parameter.detach().cpu().clone()
             for module in self._modules.values()
             for name, parameter in module.named_parameters(remove_duplicate=False)
+            if not isinstance(parameter, RowsParameter)
         }
 
     def close(self) -> None:
