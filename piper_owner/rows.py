@@ -128,7 +128,7 @@ def _slots_of(
     """
     if not ids.numel():
         return torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
-    wanted = ids.to(torch.int64)
+    wanted = ids.to(torch.int64).contiguous()
     if not known_ids.numel():
         raise RowsError(_not_fetched(what, None, num_rows))
     places = torch.searchsorted(known_ids, wanted).clamp_(max=known_ids.numel() - 1)

@@ -40,7 +40,10 @@ def made_run(kind: RunKind, loss: float, *, optimizer: tuple[int, ...], weight: 
         seconds_per_step=0.25,
         tokens_per_second=8192.0,
         bytes_sent_per_step={rank: BytesSent(grads=4_194_304 if rank == 3 else 0) for rank in ranks},
-        tied_bytes={rank: TiedBytes(optimizer=optimizer[rank]) for rank in ranks},
+        tied_bytes={
+            rank: TiedBytes(optimizer=optimizer[rank], weights=4_194_304 if rank == 3 else 0)
+            for rank in ranks
+        },
         optimizer_state_bytes=dict.fromkeys(ranks, 0),
         weights={0: {"embed.weight": torch.tensor([weight])}},
     )
@@ -84,6 +87,7 @@ def test_every_option_arrives() -> None:
         *("--stages", "6", "--devices", "2", "--placement", "v", "--schedule", "gpipe"),
         *("--microbatches", "5", "--microbatch-size", "3", "--sequence-length", "7"),
         *("--layers", "8", "--hidden", "24", "--heads", "3", "--vocab", "300", "--owner", "0"),
+        *("--layout", "dense"),
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
@@ -92,6 +96,7 @@ def test_every_option_arrives() -> None:
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
         sequence_length=7, layers=8, hidden=24, heads=3, vocab=300, owner=0, optimizer="sgd", lr=0.5,
         clip=2.0, dtype="float64", steps=9, seed=4, chunk_bytes=1000, timeout_seconds=7.5,
+        layout="dense",
     )  # fmt: skip
     default = TrainConfig()
     same = [f.name for f in fields(config) if getattr(config, f.name) == getattr(default, f.name)]
@@ -231,12 +236,14 @@ def test_table_shows_the_runs_side_by_side_within_80_columns() -> None:
     text = printed(made_result(*FULL, steps=2))
     assert max(map(len, text.splitlines())) <= 80
     assert "tie embed.weight = head.weight: one parameter, 8192 x 128 float32" in text
-    assert "rank 0 owns it (stage 0, lookup use, dense layout)" in text
-    assert "rank 3 holds a replica (stage 3, dense use, dense layout)" in text
+    assert "rank 0 holds a replica (stage 0, lookup use, rows layout)" in text
+    assert "rank 3 owns it (stage 3, dense use, dense layout)" in text
     rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
     assert rows["loss at step 2"] == ["7.00000", "7.00000", "7.50000", "7.00000"]
     assert rows["largest loss diff"] == ["0", "-", "0.5", "0"]
     assert rows["largest weight diff"] == ["0", "-", "0.5", "0"]
+    assert rows["weights of tie"] == rows["held by rank 3"] == ["4.19", "MB"] * 4
+    assert rows["held by rank 0"] == ["0", "B"] * 4
     assert rows["on rank 3"] == ["0", "B", "0", "B", "8.39", "MB", "8.39", "MB"]
     assert rows["optimizer state of tie"] == ["8.39", "MB", "8.39", "MB", "16.8", "MB", "16.8", "MB"]
     assert rows["sent by rank 3"] == ["4.19", "MB"] * 4

@@ -711,7 +711,7 @@ LAYER, LAYER_TENSORS = 4 * 16 + 64 * 16 + 16 + 2 * 64 * 16 + 64 + 16, 11
 @pytest.mark.parametrize("owner", ["first", "last"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_report_gives_measured_bytes(owner: str, devices: int) -> None:
-    config = small(owner=owner, devices=devices)
+    config = small(owner=owner, devices=devices, layout="dense")
     stream = TokenStream(np.arange(500) % 300, microbatches=2, microbatch_size=2, sequence_length=8)
 
     def work(fabric: Fabric) -> tuple[RankReport, RankReport]:

@@ -48,6 +48,7 @@ FACTORS: dict[str, Sequence[object]] = {
     "owner": ("auto", "first", "last"),
     "clip": (None, 0.05),
     "chunk_bytes": (1, 8 * 1024, 4 * 2**20),
+    "layout": ("auto", "dense"),
 }
 Values = tuple[object, ...]
 
@@ -142,10 +143,16 @@ def check_law(config: TrainConfig, result: TrainResult) -> None:
 
 
 def check_bytes(config: TrainConfig, owner: RunResult, reference: RunResult) -> None:
-    """One optimizer state, and one gradient and one weight message where two ranks hold the tie."""
+    """One optimizer state, and one gradient and one weight message where two ranks hold the tie.
+
+    Of rows: the ids of the step, their rows and the gradients of those.
+    """
     placement = place_stages(config.stages, config.devices, Placement(config.placement))
     first, last = placement[0], placement[-1]
-    owning = last if config.owner == "last" else first
+    keeps_rows = config.layout == "auto" and config.owner != "first" and first != last
+    owning = last if config.owner == "last" or keeps_rows else first
+    num_rows = len(np.unique(stream_of(config).batch(STEPS - 1).ids))
+    row_bytes = num_rows * HIDDEN * 8
     state = {rank: tied.optimizer for rank, tied in owner.tied_bytes.items()}
     one = reference.tied_bytes[0].optimizer
     assert one > 0
@@ -154,14 +161,17 @@ def check_bytes(config: TrainConfig, owner: RunResult, reference: RunResult) -> 
     assert total == reference.optimizer_state_bytes[0]
     for rank, sent in owner.bytes_sent_per_step.items():
         replicas = {first, last} - {owning}
-        assert sent.grads == (TIE_BYTES if rank in replicas else 0)
-        assert sent.weights == (TIE_BYTES if rank == owning and replicas else 0)
-        assert sent.ids == sent.rows == 0
+        assert sent.grads == ((row_bytes if keeps_rows else TIE_BYTES) if rank in replicas else 0)
+        assert sent.weights == (TIE_BYTES if rank == owning and replicas and not keeps_rows else 0)
+        assert sent.ids == (4 * num_rows if rank == first and keeps_rows else 0)
+        assert sent.rows == (row_bytes if rank == last and keeps_rows else 0)
         if rank not in (first, last):
             assert sent.total == (8 if config.clip and config.devices > 1 else 0)
     for rank, tied in owner.tied_bytes.items():
-        assert tied.weights == (TIE_BYTES if rank in (first, last) else 0)
-        assert tied.grads == tied.weights
+        if keeps_rows and rank == first:
+            assert row_bytes <= tied.weights == tied.grads <= max(64, 2 * num_rows) * HIDDEN * 8
+        else:
+            assert tied.grads == tied.weights == (TIE_BYTES if rank in (first, last) else 0)
 
 
 def check_copies(config: TrainConfig, run: RunResult, reference: RunResult) -> None:

@@ -134,6 +134,10 @@ def _table(result: TrainResult) -> Table:
         add("  largest weight diff", lambda run: _or_dash(differences.param, run.kind))
     ranks = _tied_ranks(result)
     table.add_section()
+    add("weights of tie", lambda run: _sum([tied.weights for tied in run.tied_bytes.values()]))
+    for rank in ranks:
+        add(f"  held by rank {rank}", partial(_weights_on, rank))
+    table.add_section()
     add("optimizer state of tie", lambda run: _sum([tied.optimizer for tied in run.tied_bytes.values()]))
     for rank in ranks:
         add(f"  on rank {rank}", partial(_optimizer_on, rank))
@@ -157,6 +161,10 @@ def _tied_ranks(result: TrainResult) -> list[int]:
         ranks |= {rank for rank, tied in run.tied_bytes.items() if tied.optimizer}
         ranks |= {rank for rank, sent in run.bytes_sent_per_step.items() if sent.total}
     return sorted(ranks)
+
+
+def _weights_on(rank: int, run: RunResult) -> str:
+    return format_bytes(run.tied_bytes[rank].weights)
 
 
 def _optimizer_on(rank: int, run: RunResult) -> str:
