@@ -52,7 +52,21 @@ class RaisesInStep(RankHost):
 
 
 class RaisesInside(RankHost):
-    """Fails below the session, amid the others' waits: its batch has ids outside the vocabulary."""
+    """Fails below the session, amid the others' waits: in the forward of a module."""
+
+    def step(self, index: int) -> StepReport:
+        if (self.rank, index) == (0, FAULTY_STEP):
+            assert self._session is not None
+            self._session._modules[0].register_forward_pre_hook(_raise)
+        return super().step(index)
+
+
+def _raise(module: object, args: object) -> None:
+    raise IndexError("planted index")
+
+
+class ReadsOutsideTheVocabulary(RankHost):
+    """Its batch has ids that the vocabulary has not: seen before anybody sends anything."""
 
     def step(self, index: int) -> StepReport:
         if (self.rank, index) == (0, FAULTY_STEP):
@@ -104,6 +118,11 @@ def living(host_class: type[RankHost]) -> list[str]:
     [
         (RaisesInStep, CONFIG, r"step 3 of the owner run: rank 1 failed: ZeroDivisionError: planted"),
         (RaisesInside, CONFIG, r"step 3 of the owner run: rank 0 failed first, at .*index"),
+        (
+            ReadsOutsideTheVocabulary,
+            CONFIG,
+            r"step 3 of the owner run: rank 0 failed.*id 1\d\d\d is outside the vocabulary of 256",
+        ),
         (RaisesInOpen, CONFIG, r"start of the owner run: rank 1 failed: ZeroDivisionError: planted"),
         (
             KillsItself,

@@ -16,6 +16,7 @@ from ray_jobs import SMALL, job, wait_until
 
 from piper_owner.errors import ConfigError, ResourceError
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.ownership import LayoutChoice
 from piper_owner.runtime import environment
 from piper_owner.runtime.address import check_address
 from piper_owner.runtime.cluster import Cluster, count_cpus
@@ -41,9 +42,12 @@ COMPARED = (RunKind.REFERENCE, RunKind.NAIVE, RunKind.ALLREDUCE)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_owner_trains_like_the_reference_and_naive_drifts() -> None:
+@pytest.mark.parametrize("layout", ["auto", "dense"])
+def test_owner_trains_like_the_reference_and_naive_drifts(layout: LayoutChoice) -> None:
     seen: list[StepProgress] = []
-    result = train(CONFIG, TOKENS, text="numbers", compare=COMPARED, on_step=seen.append)
+    result = train(
+        replace(CONFIG, layout=layout), TOKENS, text="numbers", compare=COMPARED, on_step=seen.append
+    )
     written = result.to_json()
     assert list(written["runs"]) == ["owner", "reference", "naive", "allreduce"]
     for name in ("owner", "allreduce"):
@@ -57,12 +61,16 @@ def test_owner_trains_like_the_reference_and_naive_drifts() -> None:
         name: [run["tied_bytes"][str(rank)]["optimizer"] for rank in range(4)]
         for name, run in written["runs"].items()
     }
-    assert state["owner"][0] >= 2 * table
-    assert state["owner"][1:] == [0, 0, 0]
-    assert state["allreduce"] == [state["owner"][0], 0, 0, state["owner"][0]]
+    one = state["reference"][0]
+    assert one >= 2 * table
+    assert state["owner"] == ([one, 0, 0, 0] if layout == "dense" else [0, 0, 0, one])
+    assert state["allreduce"] == [one, 0, 0, one]
     sent = written["runs"]["owner"]["bytes_sent_per_step"]
-    assert sent["0"]["weights"] == sent["3"]["grads"] == table
-    assert written["ties"][0]["owner"] == 0
+    if layout == "dense":
+        assert sent["0"]["weights"] == sent["3"]["grads"] == table
+    else:
+        assert sent["0"]["ids"] * 16 * 8 == sent["0"]["grads"] * 4 == sent["3"]["rows"] * 4 < table * 4
+    assert written["ties"][0]["owner"] == (0 if layout == "dense" else 3)
     order = [RunKind.OWNER, *COMPARED]
     assert [(p.run, p.step) for p in seen] == [(kind, i + 1) for kind in order for i in range(5)]
     losses = [p.loss for p in seen if p.run is RunKind.OWNER]
