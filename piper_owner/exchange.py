@@ -318,7 +318,7 @@ class Exchange:
             self._finalize_grads(step)
         outgoing: list[Outgoing] | None = None
         weights = rows_of(tie.parameter)
-        for update in self._combined(tie, step):
+        for update in self._combined(tie, step, pushes=stepper.chunkable):
             if outgoing is None:
                 outgoing = self._announce(tie, step, present=True)
             if stepper.chunkable:
@@ -333,6 +333,7 @@ class Exchange:
             self._announce(tie, step, present=False)
         else:
             stepper.finish()
+        self.fetching.settle_pushed(tie)
         tie.parameter.grad = tie.wide_grad = None
         tie.is_updated = outgoing is not None
         self.clock.ties += time.perf_counter() - self.clock.grads - start
@@ -341,8 +342,11 @@ class Exchange:
         header = header_of(tie, Phase.WEIGHT, step)
         return [self.lines[rank].open(header, present=present) for rank in tie.plan.copies]
 
-    def _combined(self, tie: TiedParameter, step: int) -> Iterator[_Update]:
-        """The combined gradient, chunk by chunk; nothing when every share of it is None."""
+    def _combined(self, tie: TiedParameter, step: int, *, pushes: bool = False) -> Iterator[_Update]:
+        """The combined gradient, chunk by chunk; nothing when every share of it is None.
+
+        With `pushes`, rows that were requested for the next step are stepped and sent before all others.
+        """
         own = take_grad(tie) if tie.wide_grad is None else local_of(tie.wide_grad)
         assert tie.stepper is not None
         began = time.perf_counter()
@@ -362,6 +366,8 @@ class Exchange:
         if not rows_here.numel():  # such as the last shard of few rows: nothing travels, and it is stepped
             yield _Update(0, len(rows_here), torch.empty_like(rows_here, dtype=tie.stepper.dtype))
             return
+        if pushes and tie.asked and not averages:
+            self._push_rows(tie, step, own, shares)
         header = header_of(tie, Phase.GRAD, step)
         columns = math.prod(header.shape[1:])
         chunk_rows = next(
@@ -388,6 +394,27 @@ class Exchange:
             yield _Update(start, stop, grad)
         for share in shares.values():
             share.finish()
+
+    def _push_rows(
+        self,
+        tie: TiedParameter,
+        step: int,
+        own: torch.Tensor | None,
+        shares: Mapping[int, DenseShare | RowsShare],
+    ) -> None:
+        """Step the rows that the next step looks up, and send them, while the others are still to come."""
+        rows = {rank: share for rank, share in shares.items() if isinstance(share, RowsShare)}
+        if len(rows) < len(shares):
+            return  # a dense share comes in chunk by chunk, and is not here yet
+        assert tie.stepper is not None
+        for rank, (ids, _) in tie.asked.items():
+            parts = {other: share.at(ids) for other, share in rows.items()}
+            places = ids.to(tie.parameter.device)
+            mine = None if own is None else own.index_select(0, places)
+            grad = combine(self.rank, mine, parts, (len(ids), math.prod(tie.plan.shape[1:])))
+            shaped = grad.to(tie.stepper.dtype).view(-1, *tie.plan.shape[1:])
+            if len(ids):
+                self.fetching.push(tie, rank, tie.stepper.preview_rows(places, shaped), step)
 
     def _share(
         self, rank: int, tie: TiedParameter, message: Incoming | EarlyIncoming

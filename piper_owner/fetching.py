@@ -93,6 +93,20 @@ class Fetching:
                 if node.kind in (SyncKind.SEND_ROWS, SyncKind.RECV_ROWS):
                     self.run(node, step)
 
+    def push(self, tie: TiedParameter, peer: int, rows: torch.Tensor, step: int) -> None:
+        """Send `peer` the rows that it has requested for the next step, before the rest is stepped. Local."""
+        line = self.lines[peer]
+        line.flush()  # the replica has taken what was sent before
+        line.send(header_of(tie, Phase.ROWS, step, num_rows=len(rows)), rows)
+        tie.pushed[peer] = rows
+
+    @torch.no_grad()
+    def settle_pushed(self, tie: TiedParameter) -> None:
+        """Give the owner the bits of what it has sent: the last one may differ where registers end. Local."""
+        for peer, rows in tie.pushed.items():
+            ids, _ = tie.asked[peer]
+            tie.parameter.index_copy_(0, ids.to(tie.parameter.device), rows)
+
     def forget(self) -> None:
         """Forget every row, here and on the ranks that do the same: the weights have changed. Local."""
         self.end_step((), 0, is_next=False)
@@ -136,6 +150,8 @@ class Fetching:
     def _send_rows(self, tie: TiedParameter, peer: int, step: int) -> None:
         ids, replaces = tie.asked.pop(peer)
         tie.served[peer] = ids if replaces else torch.cat((tie.served[peer], ids))
+        if tie.pushed.pop(peer, None) is not None:
+            return
         line = self.lines[peer]
         line.flush()  # the replica has taken what was sent before
         rows = tie.parameter.detach().index_select(0, ids.to(tie.parameter.device))

@@ -57,6 +57,15 @@ class RowsShare:
         values = self._rows.index_select(0, self._order[first:last])
         return RowPart(places.to(self._device), values.to(self._device))
 
+    def at(self, ids: torch.Tensor) -> RowPart:
+        """Those of its rows that are among `ids`, by their places there."""
+        if self._rows is None:
+            self._rows = self._receive()
+        places = torch.searchsorted(self._ids, ids).clamp_(max=max(0, len(self._ids) - 1))
+        found = self._ids[places] == ids if len(self._ids) else torch.zeros_like(ids, dtype=torch.bool)
+        values = self._rows.index_select(0, self._order[places[found]] if len(self._ids) else places[:0])
+        return RowPart(found.nonzero().view(-1).to(self._device), values.to(self._device))
+
     def finish(self) -> None:
         """All rows have been taken."""
         if self._rows is None:  # a parameter without elements

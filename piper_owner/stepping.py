@@ -31,6 +31,7 @@ __all__ = [
     "unhooked_step",
 ]
 
+_ALIGNMENT: Final = 64
 MASTER: Final = "master"
 """The key of a parameter's master weights in its optimizer state."""
 
@@ -274,6 +275,32 @@ class ParameterStepper:
         if self._master is not None:
             with torch.no_grad():
                 parameter[start:stop].copy_(rows)
+
+    def preview_rows(self, ids: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What the rows `ids` (int64) become when stepped with `grad`, in the parameter's dtype.
+
+        Nothing is stepped: `step_rows` does that, with the same result but for the last bit of the few
+        elements that do not fill a vector register.
+        """
+        pad = -len(ids) % _ALIGNMENT  # so that the elements asked for fill the registers
+        chosen = torch.cat((ids, ids.new_zeros(pad)))
+        rows = nn.Parameter(self._stepped_tensor.detach().index_select(0, chosen))
+        rows.grad = torch.cat((grad, grad.new_zeros(pad, *grad.shape[1:])))
+        slicer = self._slicer = self._slicer or _same_class(self._optimizer, rows)
+        slicer.param_groups = [{**self._optimizer.param_groups[self._group], "params": [rows]}]
+        slicer.state.clear()
+        state = self._optimizer.state.get(self._parameter, {})
+        whole = {key: value for key, value in state.items() if key != MASTER}
+        if whole:
+            slicer.state[rows] = {
+                key: value.index_select(0, chosen)
+                if self._is_per_row(value, self._parameter.shape)
+                else self._slice(value, 0, 0)
+                for key, value in whole.items()
+            }
+        unhooked_step(slicer)
+        slicer.state.clear()
+        return rows.detach()[: len(ids)].to(self._parameter.dtype)
 
     def finish(self) -> None:
         """Make the state that is not per row, such as the step counter, that of the new step."""

@@ -46,6 +46,10 @@ class Stepper(Protocol):
         """Step rows `start` to `stop` with `grad` (stop - start, ...); ranges come in order."""
         ...
 
+    def preview_rows(self, ids: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What the rows `ids` become when stepped with `grad`, in the parameter's dtype; steps nothing."""
+        ...
+
     def finish(self) -> None:
         """All rows of this step have been stepped."""
         ...
@@ -87,7 +91,9 @@ class TiedParameter:
     served: dict[int, torch.Tensor] = field(default_factory=dict)
     """On the owner, by replica: the ids of the rows that it has now, int64, in its order."""
     asked: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
-    """On the owner, by replica: ids whose rows are to be sent, and whether for the next step."""
+    """On the owner, by replica: ids whose rows are to be sent, and whether they replace those it has."""
+    pushed: dict[int, torch.Tensor] = field(default_factory=dict)
+    """On the owner, by replica: rows of the next step that were sent ahead of the others."""
 
 
 def header_of(tie: TiedParameter, phase: Phase, step: int, *, num_rows: int | None = None) -> Header:
