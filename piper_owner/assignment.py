@@ -319,7 +319,7 @@ def assign_owners(
     allocated, on the device of its stages' other parameters, and filled; the first name's may not be there.
 
     With rows, the nn.Embedding's weight becomes a compact table, empty before the first prefetch, which
-    the stage's `state_dict()` and `load_state_dict` leave out. Wrap the stage in DDP afterwards.
+    the stage's `state_dict()` and `load_state_dict` leave out. DDP then needs `dp_group`, and comes after.
 
     Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
     differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
@@ -384,7 +384,8 @@ def assign_over(
 
     def make_one() -> str:
         sources = value_sources(plan, [answer["meta"] for answer in answers])
-        tied.update(tie_here(plan.held_by(rank), numbered, fabric, sources, names=names))
+        mine = plan.held_by(rank)
+        tied.update(tie_here(mine, numbered, fabric, sources, names=names, has_group=bool(sides)))
         return averages(numbered.values(), tied, sides[0].ranks) if sides else ""
 
     averaged = agreement.everyone(make_one)
@@ -394,7 +395,7 @@ def assign_over(
         for module in numbered.values():
             keep_out(module, [tie.parameter for tie in tied.values() if not tie.is_averaged])
     ownership = _connect(plan, tied, stages, fabric, agreement, sides, chunk_bytes=chunk_bytes)
-    keep_rows(numbered, tied, rank)
+    keep_rows(numbered, tied, rank, has_group=bool(sides))
     return ownership
 
 

@@ -54,8 +54,20 @@ def averages(
     return json.dumps([name for name, tie in tied.items() if tie.is_averaged])
 
 
-def keep_out(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Let a DistributedDataParallel that wraps `module` from now on leave `parameters` alone. Local.
+class _Refused(list[str]):
+    """What a DistributedDataParallel is to leave alone, for a module that it must not wrap."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(
+            f"DistributedDataParallel over a stage of {self[0]!r}, a tie that keeps rows only: it cannot "
+            "average rows, because each pipeline looks others up. Give assign_owners the dp_group= over which "
+            "it averages: the owners then average the whole gradient, once"
+        )
+
+
+def keep_out(module: nn.Module, parameters: Iterable[nn.Parameter], *, refuse: bool = False) -> None:
+    """Let a DistributedDataParallel that wraps `module` from now on leave `parameters` alone, or `refuse`
+    to be made. Local.
 
     What is ignored already stays so. A module with no other parameters that need a gradient is not to
     be wrapped at all: DistributedDataParallel refuses it.
@@ -66,10 +78,11 @@ def keep_out(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         return
     # DDP asks for a parameter of the module itself with a dot in front.
     names += [f".{name}" for name in names if "." not in name]
-    before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, list(dict.fromkeys([*before, *names]))
-    )
+    before = list.copy(getattr(module, "_ddp_params_and_buffers_to_ignore", []))
+    ignored = list(dict.fromkeys([*before, *names]))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    if refuse:
+        module._ddp_params_and_buffers_to_ignore = _Refused(ignored)  # type: ignore[assignment]
 
 
 def _wrapped(modules: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:

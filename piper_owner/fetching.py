@@ -158,20 +158,35 @@ class Fetching:
         line.send(header_of(tie, Phase.ROWS, step, num_rows=ids.numel()), rows)
 
 
-def check_row_places(stages: Mapping[int, nn.Module], tie: TiePlan, names: NameMap | None) -> None:
-    """Raise TieError unless every use of `tie` in `stages` is one that can go without a copy. Local."""
+def check_row_places(
+    stages: Mapping[int, nn.Module],
+    tie: TiePlan,
+    names: NameMap | None,
+    *,
+    rank: int,
+    has_group: bool = False,
+) -> None:
+    """Raise TieError unless `stages` of `rank` can have their part in a tie that keeps rows only. Local.
+
+    On a row replica every use is a lookup by an nn.Embedding, in no stage that is wrapped already. On
+    another holder that may be, if the owners average over pipelines themselves (`has_group`).
+    """
+    goes_without = rank in tie.row_replicas
     for stage in stages.values():
         for name, module, leaf in named_places(stage, names):
             if name not in tie.tie.names:
                 continue
             wrapped = [m for m in stage.modules() if isinstance(m, DistributedDataParallel | FSDPModule)]
-            if wrapped:
-                wrapper = "DistributedDataParallel" if wrapped[0] is stage else type(wrapped[0]).__name__
+            if wrapped and (goes_without or not has_group):
+                kind = "fully_shard" if isinstance(wrapped[0], FSDPModule) else "DistributedDataParallel"
                 raise TieError(
-                    f"tie {tie.tie.names}: {name!r} is to keep rows only, and its stage is wrapped in "
-                    f"{wrapper} already, which would average unrelated rows. Wrap the stage after "
-                    "assign_owners, or use layout='dense'"
+                    f"tie {tie.tie.names}: its ranks {list(tie.row_replicas)} are to keep rows only, which "
+                    f"{kind} cannot average: each pipeline looks others up; it has the stage of {name!r} on "
+                    f"rank {rank} already. Give assign_owners a dp_group= and wrap stages after it, or use "
+                    "layout='dense'"
                 )
+            if not goes_without:
+                continue
             if not isinstance(module, nn.Embedding) or leaf != "weight":
                 raise TieError(
                     f"tie {tie.tie.names}: {name!r} is to keep rows only, but it is the {leaf} of a "
@@ -199,25 +214,35 @@ def value_sources(plan: OwnershipPlan, meta: Sequence[Sequence[str]]) -> dict[st
     return sources
 
 
-def keep_rows(stages: Mapping[int, nn.Module], tied: Mapping[str, TiedParameter], rank: int) -> None:
+def keep_rows(
+    stages: Mapping[int, nn.Module],
+    tied: Mapping[str, TiedParameter],
+    rank: int,
+    *,
+    has_group: bool = False,
+) -> None:
     """Give up the copies of `tied` on their row replicas, and serve those on the owners. Local.
 
-    `check_row_places` has passed.
+    `check_row_places` has passed. `has_group`: owners average over data parallel pipelines; else a stage
+    with rows must not be wrapped in DistributedDataParallel.
     """
     for tie in tied.values():
         if rank == tie.plan.owner:
             tie.served = {other: torch.empty(0, dtype=torch.int64) for other in tie.plan.row_replicas}
         if rank in tie.plan.row_replicas:
-            _keep_rows_of(stages, tie, rank)
+            _keep_rows_of(stages, tie, rank, has_group=has_group)
+        elif tie.plan.row_replicas and not has_group:
+            for stage in stages.values():
+                keep_out(stage, [tie.parameter], refuse=True)
 
 
-def _keep_rows_of(stages: Mapping[int, nn.Module], tie: TiedParameter, rank: int) -> None:
+def _keep_rows_of(stages: Mapping[int, nn.Module], tie: TiedParameter, rank: int, *, has_group: bool) -> None:
     full, device = tie.parameter, tie.parameter.device
     if full.is_meta:
         real = (p.device for stage in stages.values() for p in stage.parameters() if not p.is_meta)
         device = next(real, torch.device("cpu"))
     for stage in stages.values():
-        keep_out(stage, [full])
+        keep_out(stage, [full], refuse=not has_group)
     modules = dict.fromkeys(module for module, _ in tie.places if isinstance(module, nn.Embedding))
     what = f"tie {tie.plan.tie.names} on rank {rank}"
     tie.rows = RowsTable(list(modules), full, what=what, device=device)

@@ -28,18 +28,19 @@ def tie_here(
     sources: Mapping[str, int],
     *,
     names: NameMap | None,
+    has_group: bool,
 ) -> dict[str, TiedParameter]:
     """This rank's part in each of `ties`, by name; collective over the meshes that shard them.
 
-    `sources`: by tie, the rank whose value is taken.
+    `sources`: by tie, the rank whose value is taken. `has_group`: owners average over pipelines.
     """
     found = [place for module in stages.values() for place in named_places(module, names)]
     places = {
         tie.name: [(module, leaf) for name, module, leaf in found if name in tie.tie.names] for tie in ties
     }
     for tie in ties:
-        if fabric.rank in tie.row_replicas:
-            check_row_places(stages, tie, names)
+        if tie.row_replicas:
+            check_row_places(stages, tie, names, rank=fabric.rank, has_group=has_group)
         parameters = [module._parameters[leaf] for module, leaf in places[tie.name]]
         _agree_over_shards(tie, parameters, fabric.timeout)
     tied = {}

@@ -376,7 +376,7 @@ def _check_row_stages(ties: Sequence[TiePlan], rank: int, stages: Mapping[int, n
     for tie in ties:
         if rank not in tie.row_replicas:
             continue
-        check_row_places(stages, tie, None)
+        check_row_places(stages, tie, None, rank=rank)
         if tie.holder(rank).stages != (0,):
             raise TieError(
                 f"tie {tie.tie.names}: rank {rank} is to keep rows only, and looks them up in the stages "
