@@ -60,8 +60,8 @@ class _Refused(list[str]):
     def __iter__(self) -> Iterator[str]:
         raise ConfigError(
             f"DistributedDataParallel over a stage of {self[0]!r}, a tie that keeps rows only: it cannot "
-            "average rows, because each pipeline looks others up. Give assign_owners the dp_group= over which "
-            "it averages: the owners then average the whole gradient, once"
+            "average rows, because each pipeline looks others up. Give assign_owners the dp_group= over "
+            "which it averages: the owners then average the whole gradient, once"
         )
 
 

@@ -196,8 +196,9 @@ class RowsTable:
             module.register_load_state_dict_pre_hook(self._drop)
             module.register_load_state_dict_post_hook(self._not_missing)
 
-    # -- fetching
+    # -- fetching; what it makes outlives an inference_mode around it
 
+    @torch.inference_mode(False)
     def request(self, ids: Tensor, *, next_step: bool = False) -> tuple[Tensor, bool]:
         """What to ask the owner for, and whether it adds to what was fetched, or replaces it.
 
@@ -216,12 +217,14 @@ class RowsTable:
         self._place(ids)
         return ids, adds
 
+    @torch.inference_mode(False)
     def take_next(self) -> None:
         """Begin the next step with the ids that were requested for it; their rows come now."""
         ids, self.next_ids = self.next_ids, self.next_ids[:0]
         self.forget()
         self._place(ids)
 
+    @torch.inference_mode(False)
     def fill(self, chunks: Iterator[tuple[int, int, Tensor]]) -> None:
         """Store the rows of the last request, in its order; after that they can be looked up."""
         assert self._asked is not None
@@ -243,6 +246,7 @@ class RowsTable:
         """How many rows the last request is for."""
         return 0 if self._asked is None else self._asked[0].numel()
 
+    @torch.inference_mode(False)
     def forget(self) -> None:
         """Drop what was fetched and every gradient: the step is over, or its value is an old one."""
         self.drop_grads()
