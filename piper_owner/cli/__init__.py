@@ -30,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # Imported only now: torch comes with them, which --help and a wrong option need not wait for.
+    if arguments.command == "bench":
+        from piper_owner.cli import bench
+
+        return bench.run(arguments)
     wanted = options.read(arguments)
-    # Only now: it imports torch, which --help and a wrong option need not wait for.
     from piper_owner.cli import train
 
     return train.run(wanted)

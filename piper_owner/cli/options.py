@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from piper_owner.cli.bench_options import add_bench
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
     DTYPES,
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(train)
     _add_output(train)
     _add_cluster(train)
+    add_bench(commands)
     return parser
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +17,7 @@ from rich.console import Console
 from piper_owner.cli.options import TrainOptions
 from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import print_result
+from piper_owner.cli.termination import orderly_termination
 from piper_owner.data.batches import TokenStream
 from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
@@ -101,7 +98,7 @@ def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: C
 
     # Ray prints the death of a worker to stdout from a thread of its own; our error says it better.
     with (
-        _orderly_termination(),
+        orderly_termination(),
         show_progress(notes, options.config, (RunKind.OWNER, *options.compare)) as on_step,
         redirect_stdout(io.StringIO()),
     ):
@@ -113,23 +110,3 @@ def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: C
             address=options.address,
             on_step=on_step,
         )
-
-
-@contextmanager
-def _orderly_termination() -> Iterator[None]:
-    """Make SIGTERM, and a terminal that closes, end the process as Ctrl+C does: through every `finally`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, _frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,175 @@
+"""What a benchmark is asked to measure: one frozen value, its options, and where the two ranks run."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from piper_owner.errors import ConfigError
+from piper_owner.executor.config import TrainConfig
+from piper_owner.ownership import LayoutChoice
+
+__all__ = ["BenchConfig", "Host", "StepWay", "Way", "add_options", "check_output", "config_of"]
+
+
+class Way(enum.Enum):
+    """The ways to keep two uses of one table in step."""
+
+    ALLREDUCE = "allreduce"
+    DENSE_SERIAL = "dense_serial"
+    DENSE = "dense"
+    ROWS = "rows"
+
+
+class StepWay(enum.Enum):
+    """The ways to train the whole pipeline; UNTIED has two tables that nothing keeps in step."""
+
+    UNTIED = "untied"
+    ALLREDUCE = "allreduce"
+    DENSE = "dense"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Where one of the two ranks runs.
+
+    command: put before the rank's command line, such as `ip netns exec NAME`.
+    address: what the rank listens on, and its peer reaches.
+    interface: its bytes are counted; None: the payload of the messages is counted in their place.
+    """
+
+    command: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+    interface: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """A table of `vocab` x `hidden` float32, the `tokens` that a step looks up, and how often.
+
+    The `steps_*` are the whole training steps: a GPT of that vocabulary and width on two stages under 1F1B;
+    `skip_steps` leaves them out. `rate` is that of the link in bits per second; None: it is measured.
+
+    Raises ConfigError for a value that cannot work, naming the option.
+    """
+
+    vocab: int = 50_257
+    hidden: int = 768
+    tokens: int = 8192
+    rounds: int = 5
+    chunk_bytes: int = 4 * 2**20
+    steps_vocab: int = 32_000
+    steps_hidden: int = 512
+    steps_layers: int = 2
+    steps_microbatches: int = 4
+    steps_microbatch_size: int = 2
+    steps_sequence_length: int = 256
+    skip_steps: bool = False
+    rate: float | None = None
+    timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in _HELP:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1 is needed")
+        for name in ("vocab", "steps_vocab"):
+            if getattr(self, name) < 256:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: a byte-level vocabulary has at "
+                    "least 256 tokens"
+                )
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise ConfigError(f"--rate {self.rate:g}: a positive, finite number of bits per second is needed")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ConfigError(
+                f"--timeout {self.timeout_seconds}: a positive, finite number of seconds is needed"
+            )
+        if not self.skip_steps:
+            self.train_config("dense")
+
+    def train_config(self, layout: LayoutChoice) -> TrainConfig:
+        """The pipeline of the whole training steps."""
+        return TrainConfig(
+            stages=2,
+            schedule="1f1b",
+            microbatches=self.steps_microbatches,
+            microbatch_size=self.steps_microbatch_size,
+            sequence_length=self.steps_sequence_length,
+            vocab=self.steps_vocab,
+            hidden=self.steps_hidden,
+            heads=max(heads for heads in (8, 4, 2, 1) if self.steps_hidden % heads == 0),
+            layers=self.steps_layers,
+            layout=layout,
+            chunk_bytes=self.chunk_bytes,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+
+_HELP: Final = {
+    "vocab": "rows of the table",
+    "hidden": "columns of the table",
+    "tokens": "contiguous tokens of the text that one step looks up",
+    "rounds": "timed rounds; in each of them every way has its turn, and the figures are medians",
+    "chunk_bytes": "size of the pieces in which gradients and weights travel",
+    "steps_vocab": "vocabulary of the GPT whose training steps are timed",
+    "steps_hidden": "its width",
+    "steps_layers": "its transformer blocks",
+    "steps_microbatches": "microbatches of one of its steps",
+    "steps_microbatch_size": "sequences in a microbatch",
+    "steps_sequence_length": "tokens in a sequence",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark, but for the link's."""
+    defaults = {field.name: field.default for field in fields(BenchConfig)}
+    for name, text in _HELP.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=defaults[name],
+            metavar="BYTES" if name == "chunk_bytes" else "N",
+            help=f"{text} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--skip-steps", action="store_true", help="time no whole training steps (default: they are timed)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="a text file, or a folder of them, to take the tokens from (default: the Python standard "
+        "library's source)",
+    )
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_seconds",
+        type=float,
+        default=defaults["timeout_seconds"],
+        metavar="SECONDS",
+        help="longest wait of one rank for the other (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures to this file (default: none)"
+    )
+
+
+def config_of(arguments: argparse.Namespace, *, rate: float | None = None) -> BenchConfig:
+    """What the parsed options ask for. Raises ConfigError for a value that cannot work."""
+    names = {field.name for field in fields(BenchConfig)} - {"rate"}
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    return BenchConfig(**values, rate=rate)
+
+
+def check_output(option: str, file: Path | None) -> None:
+    """Raise ConfigError if `file`, which `option` names, cannot be written."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: this is a folder; give the name of a file")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {file}: the folder {file.parent} does not exist; make it first")

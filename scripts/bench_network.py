@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Time the ways to keep two uses of one table in step over a slow link between two hosts.
+
+The hosts are network namespaces of this machine with one rank process each, joined by a veth pair
+whose ends are shaped with `tc tbf`. That needs root, `ip` and `tc`; without them the script says so
+and ends with status 0. Everything that it makes, it removes again. The link leads nowhere else.
+
+In one run, in turn, on contiguous tokens of real text:
+
+  allreduce     two copies: all-reduce the gradient, step on both sides
+  dense_serial  one owner: the whole gradient goes there, is stepped, the whole weights come back
+  dense         the same in chunks, so that both directions of the link are busy at once
+  rows          one owner, no copy: the rows in use are fetched, and their gradients go back
+
+total: from a common start until both ranks are done. step: adding up and stepping on the owner (for
+allreduce: until both have stepped). sync is the total without the step, so what is waited for
+communication; for rows it is the fetch before the forward and the gradients behind the backward.
+Bytes are those that the interface counts, both directions together. The limit is that of a perfect
+link: bytes / rate, of the larger direction, added up over the phases that follow one another. The
+shaper lets a burst through at once (--burst), and charges each packet its headers, which the
+interface does not count.
+
+Then whole training steps of a small GPT on two stages under 1F1B over the same link: untied (two
+tables, each stepped on its own rank), and the other ways.
+
+    scripts/bench_network.py                                GPT-2's table at 1 Gbit/s
+    scripts/bench_network.py --rate 10gbit --skip-steps     a faster link, no training steps
+    scripts/bench_network.py --json figures.json --plot figures.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from piper_owner.bench.config import BenchConfig, Host, add_options, check_output, config_of
+from piper_owner.bench.launch import run_pair
+from piper_owner.bench.result import STEPS_HEADER, WAYS_HEADER, BenchResult
+from piper_owner.errors import ConfigError, InputError, PiperOwnerError
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class CannotShapeError(Exception):
+    """Why this machine cannot make the two hosts."""
+
+
+def main() -> int:
+    """Run the benchmark: 0 done or skipped, 1 failed, 2 bad input, 130 interrupted."""
+    options = parse_options()
+    signal.signal(signal.SIGTERM, end)
+    try:
+        config = config_of(options, rate=bits_per_second(options.rate))
+        check_output("--json", options.json)
+        check_output("--plot", options.plot)
+        if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install 'piper-owner[plot]'")
+        with two_hosts(options) as hosts:
+            result = run_pair(config, hosts, text=options.text)
+    except CannotShapeError as error:
+        print(f"skipped: {error}")
+        return 0
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (PiperOwnerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; both hosts are gone", file=sys.stderr)
+        return 130
+    show(result, config, options)
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)")
+    parser.add_argument(
+        "--burst",
+        default="1mb",
+        help="what passes at once after a pause, as tc writes it (default: %(default)s)",
+    )
+    add_options(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the totals (default: none)")
+    return parser.parse_args()
+
+
+def bits_per_second(text: str) -> float:
+    """The rate that tc understands by `text`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
+    if found is None:
+        raise ConfigError(f"--rate {text}: give a number and bit, kbit, mbit or gbit, such as 1gbit")
+    return float(found[1]) * UNITS[found[2]]
+
+
+@contextmanager
+def two_hosts(options: argparse.Namespace) -> Iterator[tuple[Host, Host]]:
+    """Two network namespaces and the link between them; gone when the block ends, however it does."""
+    if os.geteuid() != 0:
+        raise CannotShapeError("network namespaces need root; run it as root, or use: piper-owner bench")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise CannotShapeError(f"there is no {tool!r} here; install iproute2, or use: piper-owner bench")
+    run = f"piper-owner-{os.getpid()}-{secrets.token_hex(3)}"
+    names = [f"{run}-{rank}" for rank in range(2)]
+    with ExitStack() as undo:
+        undo.callback(remove, names)
+        for name in names:
+            command("ip", "netns", "add", name)
+        # One end is made in each namespace, so that the machine's own network never sees them.
+        command("ip", "link", "add", "link0", "netns", names[0], "type", "veth",
+                "peer", "name", "link0", "netns", names[1])  # fmt: skip
+        for rank, name in enumerate(names):
+            inside = ("-n", name)
+            # No IPv6 addresses: the kernel would announce them, and that would be counted.
+            command("ip", *inside, "link", "set", "link0", "addrgenmode", "none")
+            command("ip", *inside, "address", "add", f"{address(rank)}/30", "dev", "link0")
+            command("ip", *inside, "link", "set", "lo", "up")
+            command("ip", *inside, "link", "set", "link0", "up")
+            command("tc", *inside, "qdisc", "add", "dev", "link0", "root", "tbf", "rate", options.rate,
+                    "burst", options.burst, "latency", "50ms")  # fmt: skip
+        yield tuple(
+            Host(command=("ip", "netns", "exec", name), address=address(rank), interface="link0")
+            for rank, name in enumerate(names)
+        )  # type: ignore[misc]
+
+
+def address(rank: int) -> str:
+    """Of one end of the link, in the range of RFC 2544 for benchmarks of networks."""
+    return f"198.18.0.{rank + 1}"
+
+
+def command(*words: str) -> None:
+    """Run `words`; CannotShapeError with what they said when they fail."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise CannotShapeError(f"{' '.join(words)}: {done.stderr.strip() or f'status {done.returncode}'}")
+
+
+def remove(names: Sequence[str]) -> None:
+    """Remove the namespaces, and with them the link; a second Ctrl+C waits for that."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    for name in names:
+        if Path("/run/netns", name).exists() or Path("/var/run/netns", name).exists():
+            subprocess.run(["ip", "netns", "delete", name], timeout=60)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def end(number: int, _frame: FrameType | None) -> NoReturn:
+    """Let SIGTERM go through every `finally`."""
+    raise SystemExit(128 + number)
+
+
+def show(result: BenchResult, config: BenchConfig, options: argparse.Namespace) -> None:
+    """Print the tables, and write the files that were asked for."""
+    print(f"{result.title()}; burst {options.burst}, median of {config.rounds} rounds")
+    print_table(WAYS_HEADER, result.way_cells())
+    if result.steps:
+        train = config.train_config("dense")
+        print(
+            f"\n2 stages, 1F1B, {train.vocab:,} x {train.hidden}, {train.layers} layers, "
+            f"{train.microbatches} microbatches, {train.tokens_per_step:,} tokens per step"
+        )
+        print_table(STEPS_HEADER, result.step_cells())
+    print("", *result.notes(), sep="\n")
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"load of this machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        plot(result, options.plot)
+
+
+def print_table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> None:
+    """Print columns as wide as they need to be."""
+    widths = [max(len(row[column]) for row in (header, *cells)) for column in range(len(header))]
+    for row in (header, *cells):
+        first, *others = zip(row, widths, strict=True)
+        print(first[0].ljust(first[1]), *(text.rjust(width) for text, width in others), sep="  ")
+
+
+def plot(result: BenchResult, file: Path) -> None:
+    """Draw sync and step of each way, stacked, with the limit of the link as a line across its bar."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [way.value for way in result.ways]
+    figures = list(result.ways.values())
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    syncs = [each.sync_seconds for each in figures]
+    axes.bar(names, syncs, label="sync")
+    axes.bar(names, [each.step_seconds for each in figures], bottom=syncs, label="step")
+    for place, each in enumerate(figures):
+        axes.hlines(each.limit_seconds, place - 0.4, place + 0.4, color="black", linestyles="dashed")
+    axes.set_ylabel("seconds (dashed: limit of the link)")
+    axes.set_title(result.title(), fontsize=9)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
