@@ -69,6 +69,7 @@ def main() -> int:
         if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install 'piper-owner[plot]'")
         with two_hosts(options) as hosts:
+            print(f"measuring between two hosts at {options.rate}, for some minutes ...", file=sys.stderr)
             result = run_pair(config, hosts, text=options.text)
     except CannotShapeError as error:
         print(f"skipped: {error}")

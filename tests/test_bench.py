@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,13 +119,18 @@ def test_text_may_be_too_short(tmp_path: Path) -> None:
         run_pair(BenchConfig(vocab=256, hidden=8, tokens=64), LOCAL, text=file)
 
 
+def children() -> set[str]:
+    """The processes that this thread has started and not waited for."""
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
 def test_failed_rank_is_named_and_nothing_stays(text: Path) -> None:
     hosts = (Host(), Host(interface="no-such-interface"))
-    config = BenchConfig(vocab=600, hidden=8, tokens=64, rounds=1, skip_steps=True, timeout_seconds=5)
+    config = BenchConfig(vocab=600, hidden=8, tokens=64, rounds=1, skip_steps=True, timeout_seconds=3)
+    before = children()
     with pytest.raises(RunError, match=r"rank 1: .*interface 'no-such-interface'"):
         run_pair(config, hosts, text=text)
-    # run_pair has waited for its processes; a child of this process that is left would be found here.
-    assert "no-such-interface" not in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    assert children() <= before
 
 
 def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +201,35 @@ def test_script_over_a_shaped_link(text: Path, tmp_path: Path) -> None:
     ways = check_figures(value)
     assert value["rate_bits_per_s"] == 5e8
     assert ways["allreduce"]["bytes"] > 2 * NUM_BYTES, "the interface counts the headers of packets too"
-    assert f"piper-owner-{os.getpid()}" not in namespaces()
-    assert done.stderr == ""
+    assert "198.18.0" not in subprocess.run(["ip", "address"], capture_output=True, text=True).stdout
+    assert done.stderr.count("\n") == 1, "nothing but that it measures"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_script_leaves_nothing_when_it_is_ended(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--rounds", "1000"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        if not said:
+            pytest.skip(process.stdout.read().strip())
+        assert said.startswith("measuring between two hosts")
+        run = f"piper-owner-{process.pid}-"
+        assert namespaces().count(run) == 2
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number)
+    assert run not in namespaces()
 
 
 def test_script_says_why_it_skips(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ STEPS_HEADER: Final = ("training step", "seconds", "against untied")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayFigures:
-    """One way, medians over the rounds.
+    """One way; each figure is a median over the rounds by itself.
 
     sync_seconds: communication that is waited for: the total without `step_seconds`.
     step_seconds: adding gradients up and stepping the table, until every rank that steps is done.
