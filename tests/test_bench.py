@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -13,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from piper_owner.bench.config import BenchConfig, Host, StepWay, Way
 from piper_owner.bench.launch import LOCAL, run_pair
 from piper_owner.bench.result import STEPS_HEADER, WAYS_HEADER, BenchResult, WayFigures
 from piper_owner.cli import main
+from piper_owner.cli.bench import print_figures
 from piper_owner.errors import ConfigError, DataError, RunError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,13 +162,35 @@ def test_result_survives_json() -> None:
     assert BenchResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
+def test_command_fits_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    print_figures(
+        replace(
+            made_result(),
+            ways=dict.fromkeys(
+                Way,
+                WayFigures(
+                    sync_seconds=12.3456,
+                    step_seconds=1.2345,
+                    total_seconds=13.5801,
+                    bytes=309_440_000,
+                    limit_seconds=12.3778,
+                ),
+            ),
+        ),
+        console,
+    )
+    assert isinstance(console.file, io.StringIO)
+    out = console.file.getvalue()
+    for cell in ("dense_serial", "12345.6", "1234.5", "13580.1", "309.44", "12377.8", "1.00x", "1.000x"):
+        assert f"{cell} " in out.replace("\n", " "), "no cell is cut"
+
+
 def test_tables_and_notes() -> None:
     result = made_result()
     assert {len(row) for row in result.way_cells()} == {len(WAYS_HEADER)}
     assert {len(row) for row in result.step_cells()} == {len(STEPS_HEADER)}
-    assert result.way_cells()[-1] == (
-        *("rows", "20.0 ms", "100.0 ms", "120.0 ms", "4.00 MB", "20.0 ms", "1.00x", "0.400x"),
-    )
+    assert result.way_cells()[-1] == (*("rows", "20.0", "100.0", "120.0", "4.00", "20.0", "1.00x", "0.400x"),)
     assert result.notes() == [
         "rows: a sync takes 1.00x its limit; an all-reduce takes 10.0x as long (5.0x by the limits)",
         "dense: sync and step take 1.000x the time of all-reduce and both steps",

@@ -10,7 +10,9 @@ from piper_owner.bench.config import StepWay, Way
 
 __all__ = ["STEPS_HEADER", "WAYS_HEADER", "BenchResult", "WayFigures"]
 
-WAYS_HEADER: Final = ("way", "sync", "step", "total", "bytes", "limit", "sync/limit", "total/all-reduce")
+WAYS_HEADER: Final = (
+    *("way", "sync ms", "step ms", "total ms", "MB", "limit ms", "sync/limit", "total/all-reduce"),
+)
 STEPS_HEADER: Final = ("training step", "seconds", "against untied")
 
 
@@ -87,7 +89,7 @@ class BenchResult:
                 _milliseconds(figures.sync_seconds),
                 _milliseconds(figures.step_seconds),
                 _milliseconds(figures.total_seconds),
-                f"{figures.bytes / 1e6:.2f} MB",
+                f"{figures.bytes / 1e6:.2f}",
                 _milliseconds(figures.limit_seconds),
                 f"{figures.sync_seconds / figures.limit_seconds:.2f}x",
                 f"{figures.total_seconds / base:.3f}x",
@@ -123,4 +125,4 @@ class BenchResult:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.1f}"

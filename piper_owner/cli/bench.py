@@ -18,7 +18,7 @@ from piper_owner.cli.termination import orderly_termination
 from piper_owner.cli.train import write_json
 from piper_owner.errors import RunError
 
-__all__ = ["run"]
+__all__ = ["print_figures", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output("--json", arguments.json)
     with orderly_termination(), Console(file=sys.stderr).status("measuring (Ctrl+C ends it) ..."):
         result = run_pair(config, LOCAL, text=arguments.text)
-    _print(result, Console(file=sys.stdout, highlight=False))
+    print_figures(result, Console(file=sys.stdout, highlight=False))
     if arguments.json is not None:
         try:
             write_json(arguments.json, result.to_json())
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(result: BenchResult, console: Console) -> None:
+def print_figures(result: BenchResult, console: Console) -> None:
+    """Print everything; readable at 80 columns."""
     console.print(result.title())
     console.print()
     console.print(_table(WAYS_HEADER, result.way_cells()))
@@ -54,7 +55,8 @@ def _print(result: BenchResult, console: Console) -> None:
 
 def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     options: dict[str, Any] = {"no_wrap": True}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    # Narrow, so that eight columns fit a terminal of 80.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column(header[0], **options)
     for name in header[1:]:
         table.add_column(name.replace("/", "/\n"), justify="right", **options)
