@@ -23,17 +23,24 @@ _LOG = logging.getLogger(__name__)
 __all__ = ["RowsParameter", "RowsTable", "checked_ids"]
 
 _LEAST_CAPACITY: Final = 64
+_INTEGERS: Final = frozenset(
+    {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
 _NONE: Final = 2**62  # no id: behind every real one in a sorted table, and exact as a float
 
 _INERT: Final = frozenset(
     {
-        "__deepcopy__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "__set__", "data_ptr", "detach",
+        "__deepcopy__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "__set__", "data_ptr",
         "dim", "element_size", "get_device", "has_names", "ndimension", "nelement", "numel",
         "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-        "storage_offset", "stride", "to", "type", "untyped_storage", "view_as",
+        "storage_offset", "stride", "type", "untyped_storage",
     }
 )  # fmt: skip
 """What torch and torch.compile ask of a parameter without computing with its values."""
+_GIVING_ALIASES: Final = frozenset(
+    {"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", "view_as"}
+)
+"""What modules, state_dict and split backwards call for a tensor with the same values; that stays guarded."""
 _COMPUTING_PROPERTIES: Final = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 
 
@@ -44,7 +51,7 @@ def checked_ids(ids: Sequence[Tensor], num_rows: int, what: str) -> Tensor:
     """
     flat = []
     for index, tensor in enumerate(ids):
-        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RowIndexError(f"{what}: ids[{index}] is {kind}; ids are tensors of integers")
         flat.append(tensor.detach().reshape(-1).to(torch.int64))
@@ -81,6 +88,9 @@ class RowsParameter(nn.Parameter):
         if (read and read not in _COMPUTING_PROPERTIES) or is_inner or name in _INERT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in _GIVING_ALIASES and isinstance(args[0], RowsParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                return _guarded(func(*args, **kwargs), args[0].table)
         found = [each for each in (*args, *kwargs.values()) if isinstance(each, RowsParameter)]
         where = found[0].table.what if found else "a tie"
         raise RowsError(
@@ -88,6 +98,15 @@ class RowsParameter(nn.Parameter):
             "not the table. It can be looked up by calling its nn.Embedding; to use all of it here, "
             "assign_owners with layout='dense', or with uses={name: 'dense'}"
         )
+
+
+def _guarded(alias: Tensor, table: RowsTable) -> Tensor:
+    """`alias`, for which the same is refused as for the weight of `table`."""
+    if type(alias) is not Tensor:  # the weight itself, or a tensor of a compiler, which has no values
+        return alias
+    alias = alias.as_subclass(RowsParameter)
+    alias.table = table
+    return alias
 
 
 def _embedding(
@@ -106,8 +125,8 @@ def _embedding(
             f"{table.what}: its rows are looked up outside the forward of its own nn.Embedding, or with a "
             "max_norm; call the module, or assign_owners with layout='dense'"
         )
-    if padding_idx is not None:
-        padding_idx = table.padding_slot(padding_idx)
+    if padding_idx is not None:  # without a row torch would say that there is none for it
+        padding_idx = table.padding_slot(padding_idx) if weight.shape[0] else None
     slots = torch.ops.piper_owner.slots_of(
         ids, table.known_ids, table.known_slots, table.missed, table.num_rows, table.what
     )
@@ -191,7 +210,7 @@ class RowsTable:
         self.known_ids = self.known_slots = self.ids
         for module in modules:
             module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+            module.register_forward_hook(self._leave, always_call=True)
             module.register_state_dict_post_hook(_leave_out)
             module.register_load_state_dict_pre_hook(self._drop)
             module.register_load_state_dict_post_hook(self._not_missing)
@@ -230,9 +249,10 @@ class RowsTable:
         assert self._asked is not None
         ids, first = self._asked
         slots = self._slots[first:]
+        table = self._rows
         for start, stop, rows in chunks:
-            values = rows.to(self._rows.device).view(stop - start, *self._columns)
-            self._rows.index_copy_(0, slots[start:stop], values)
+            values = rows.to(table.device).view(stop - start, *self._columns)
+            table.index_copy_(0, slots[start:stop], values)
         self._asked = None
         known = torch.cat((self.ids, ids))
         order = torch.argsort(known)
@@ -295,6 +315,12 @@ class RowsTable:
 
     # -- inside
 
+    @property
+    def _rows(self) -> Tensor:
+        """The compact table as a plain tensor; of its dtype and device now, which a module may change."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.detach()
+
     def _has_grad(self) -> bool:
         return any(p.grad is not None for p, _ in (*self._older, (self.parameter, 0)))
 
@@ -331,7 +357,6 @@ class RowsTable:
 
     def _show(self, rows: Tensor, *, requires_grad: bool) -> None:
         """Make `rows` the weight of the modules."""
-        self._rows = rows
         self.parameter = RowsParameter(rows, requires_grad=requires_grad)
         self.parameter.table = self
         for module in self._modules:
