@@ -366,7 +366,7 @@ class Exchange:
         if not rows_here.numel():  # such as the last shard of few rows: nothing travels, and it is stepped
             yield _Update(0, len(rows_here), torch.empty_like(rows_here, dtype=tie.stepper.dtype))
             return
-        if pushes and tie.asked and not averages:
+        if pushes and tie.asked_next and not averages:
             self._push_rows(tie, step, own, shares)
         header = header_of(tie, Phase.GRAD, step)
         columns = math.prod(header.shape[1:])
@@ -407,7 +407,7 @@ class Exchange:
         if len(rows) < len(shares):
             return  # a dense share comes in chunk by chunk, and is not here yet
         assert tie.stepper is not None
-        for rank, (ids, _) in tie.asked.items():
+        for rank, ids in tie.asked_next.items():
             parts = {other: share.at(ids) for other, share in rows.items()}
             places = ids.to(tie.parameter.device)
             mine = None if own is None else own.index_select(0, places)

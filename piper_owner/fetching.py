@@ -36,7 +36,8 @@ class Fetching:
         self.tied = tied
         self.lines = dict(lines)
         self._requests: dict[str, tuple[torch.Tensor, Phase]] = {}
-        self._for_next = False
+        self._is_next = False  # whether the fetch that runs is for the step after this one
+        self._has_next = False  # whether such a one has run in this step
 
     def check(self, ids: Sequence[torch.Tensor]) -> None:
         """Raise RowIndexError for an id that this rank cannot fetch. Local; changes nothing."""
@@ -45,8 +46,15 @@ class Fetching:
                 checked_ids(ids, tie.rows.num_rows, tie.rows.what)
 
     def want(self, ids: Sequence[torch.Tensor], *, next_step: bool = False) -> None:
-        """Let the next SEND_IDS of each tie ask for the rows of `ids`. Local."""
-        self._for_next = next_step
+        """Let the next SEND_IDS of each tie ask for the rows of `ids`.
+
+        Waits until the peers have all that was sent for earlier fetches. Never in the midst of one, or of a
+        step: a peer may take a message only after one of ours that is still to come.
+        """
+        for line in self.lines.values():
+            line.flush()
+        self._is_next = next_step
+        self._has_next |= next_step
         for name, tie in self.tied.items():
             if tie.rows is not None:
                 unique = checked_ids(ids, tie.rows.num_rows, tie.rows.what)
@@ -79,9 +87,11 @@ class Fetching:
 
         `nodes` are this rank's fetch, of `p2p_nodes.fetch_nodes`; the ids are there already.
         """
-        is_next = self._for_next if is_next is None else is_next
-        self._for_next = False
+        is_next = self._has_next if is_next is None else is_next
+        self._has_next = False
         for tie in self.tied.values():
+            tie.asked = {rank: (ids, True) for rank, ids in tie.asked_next.items()} if is_next else {}
+            tie.asked_next = {}
             tie.served = {rank: tie.served[rank][:0] for rank in tie.served}
             if tie.rows is not None:
                 if is_next:
@@ -95,17 +105,14 @@ class Fetching:
 
     def push(self, tie: TiedParameter, peer: int, rows: torch.Tensor, step: int) -> None:
         """Send `peer` the rows that it has requested for the next step, before the rest is stepped. Local."""
-        line = self.lines[peer]
-        line.flush()  # the replica has taken what was sent before
-        line.send(header_of(tie, Phase.ROWS, step, num_rows=len(rows)), rows)
+        self.lines[peer].send(header_of(tie, Phase.ROWS, step, num_rows=len(rows)), rows)
         tie.pushed[peer] = rows
 
     @torch.no_grad()
     def settle_pushed(self, tie: TiedParameter) -> None:
         """Give the owner the bits of what it has sent: the last one may differ where registers end. Local."""
         for peer, rows in tie.pushed.items():
-            ids, _ = tie.asked[peer]
-            tie.parameter.index_copy_(0, ids.to(tie.parameter.device), rows)
+            tie.parameter.index_copy_(0, tie.asked_next[peer].to(tie.parameter.device), rows)
 
     def forget(self) -> None:
         """Forget every row, here and on the ranks that do the same: the weights have changed. Local."""
@@ -116,7 +123,6 @@ class Fetching:
     def _send_ids(self, tie: TiedParameter, step: int) -> None:
         ids, phase = self._requests.pop(tie.plan.name)
         line = self.lines[tie.plan.owner]
-        line.flush()  # the owner has answered what was sent before
         narrow = torch.int32 if tie.plan.shape[0] <= _LARGEST_INT32 else torch.int64
         header = _ids_header(tie, phase, step, ids.numel(), narrow)
         line.send(header, ids.to("cpu", narrow))
@@ -131,10 +137,10 @@ class Fetching:
     # -- the owner's side
 
     def _recv_ids(self, tie: TiedParameter, peer: int, step: int) -> None:
-        phase = Phase.NEXT_IDS if self._for_next else Phase.IDS
+        phase = Phase.NEXT_IDS if self._is_next else Phase.IDS
         expected = _ids_header(tie, phase, step, 0, torch.int64)
         incoming = self.lines[peer].receive(
-            expected, any_tensor=True, or_phase=None if self._for_next else Phase.MORE_IDS
+            expected, any_tensor=True, or_phase=None if self._is_next else Phase.MORE_IDS
         )
         sent = incoming.header
         if len(sent.shape) != 1 or sent.dtype not in (torch.int32, torch.int64):
@@ -145,17 +151,18 @@ class Fetching:
         assert ids is not None
         wide = ids.to(torch.int64)
         checked_ids([wide], tie.plan.shape[0], f"tie {tie.plan.tie.names}: ids that rank {peer} sent")
-        tie.asked[peer] = (wide, sent.phase is not Phase.MORE_IDS)
+        if self._is_next:
+            tie.asked_next[peer] = wide
+        else:
+            tie.asked[peer] = (wide, sent.phase is not Phase.MORE_IDS)
 
     def _send_rows(self, tie: TiedParameter, peer: int, step: int) -> None:
         ids, replaces = tie.asked.pop(peer)
         tie.served[peer] = ids if replaces else torch.cat((tie.served[peer], ids))
         if tie.pushed.pop(peer, None) is not None:
             return
-        line = self.lines[peer]
-        line.flush()  # the replica has taken what was sent before
         rows = tie.parameter.detach().index_select(0, ids.to(tie.parameter.device))
-        line.send(header_of(tie, Phase.ROWS, step, num_rows=ids.numel()), rows)
+        self.lines[peer].send(header_of(tie, Phase.ROWS, step, num_rows=ids.numel()), rows)
 
 
 def check_row_places(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -73,7 +74,8 @@ class RowsShare:
 
     def _receive(self) -> torch.Tensor:
         header = self._message.header
-        whole = torch.empty(header.shape, dtype=header.dtype).view(header.num_rows, -1)
+        whole = torch.empty(header.shape, dtype=header.dtype)
+        whole = whole.view(header.num_rows, math.prod(header.shape[1:]))
         for start, stop, rows in self._message.chunks():
             whole[start:stop] = rows
         return whole
@@ -93,7 +95,7 @@ def combine(
     """
     shares: dict[int, torch.Tensor | RowPart] = dict(parts)
     if own is not None:
-        shares[rank] = own.reshape(own.shape[0], -1)
+        shares[rank] = own.reshape(size)
     order = sorted(shares)
     if len(order) > 1 and isinstance(shares[order[0]], RowPart):
         order[:2] = order[1::-1]  # the same bits, since addition commutes, and nothing to fill with zeros

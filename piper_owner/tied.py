@@ -92,6 +92,8 @@ class TiedParameter:
     """On the owner, by replica: the ids of the rows that it has now, int64, in its order."""
     asked: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """On the owner, by replica: ids whose rows are to be sent, and whether they replace those it has."""
+    asked_next: dict[int, torch.Tensor] = field(default_factory=dict)
+    """On the owner, by replica: ids of the step after this one."""
     pushed: dict[int, torch.Tensor] = field(default_factory=dict)
     """On the owner, by replica: rows of the next step that were sent ahead of the others."""
 
