@@ -181,6 +181,14 @@ class MortalGroup(Group):
             self._death.end()
         self._inner.all_reduce(tensor)
 
+    def reduce(self, tensor: Tensor, root: int) -> None:
+        """As it is."""
+        self._inner.reduce(tensor, root)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """As it is."""
+        self._inner.broadcast(tensor, root)
+
     def close(self) -> None:
         """As it is."""
         self._inner.close()
