@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 examples/huggingface.py
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -35,8 +33,9 @@ def main() -> None:
     own = po.assign_owners(stage, huggingface.find_ties(model))  # <-- piper-owner
     optimizer = po.OwnerOptimizer(module.parameters(), torch.optim.AdamW, ownership=own)  # <-- piper-owner
     reference = torch.optim.AdamW(alone.parameters())
+    ids = torch.randint(0, CONFIG.vocab_size, (8, 32))
     for step in range(5):
-        ids, losses = torch.randint(0, CONFIG.vocab_size, (8, 32)), []
+        losses = []
         schedule.step(*([ids] if rank == 0 else []), target=ids, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
