@@ -350,10 +350,22 @@ class RowsTable:
         if capacity == wanted:
             return
         rows = self._rows.new_zeros(wanted, *self._columns)
-        if self.ids.numel():  # graphs and gradients of this step stay with the old table
+        before = self.parameter
+        keeps = self.ids.numel() > 0 or self.is_pending or self._has_grad()
+        if keeps:
             rows[:capacity] = self._rows
-            self._older.append((self.parameter, self.ids.numel()))
-        self._show(rows, requires_grad=self.parameter.requires_grad)
+        self._show(rows, requires_grad=before.requires_grad)
+        if keeps:  # graphs of this step stay with the old table
+            self._older.append((before, self.ids.numel()))
+            self._move_grad(before)
+
+    def _move_grad(self, before: RowsParameter) -> None:
+        """Give the table the gradient of a smaller one, where a schedule that scales gradients finds it."""
+        grad, before.grad = before.grad, None
+        if grad is not None:
+            moved = self._rows.new_zeros(self._rows.shape, dtype=grad.dtype)
+            moved[: len(grad)] = grad.to_dense() if grad.is_sparse else grad
+            self.parameter.grad = moved
 
     def _show(self, rows: Tensor, *, requires_grad: bool) -> None:
         """Make `rows` the weight of the modules."""

@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from piper_owner.errors import ConfigError
+from piper_owner.rows import RowsParameter
 
 __all__ = [
     "NameMap",
@@ -90,7 +91,7 @@ def scale_shared_once(stages: Sequence[_PipelineStageBase]) -> None:
     holders: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.submod.parameters():
-            holders.setdefault(id(parameter), set()).add(number)
+            holders.setdefault(_key(parameter), set()).add(number)
     shared = {key: numbers for key, numbers in holders.items() if len(numbers) > 1}
     if not shared:
         return
@@ -99,6 +100,11 @@ def scale_shared_once(stages: Sequence[_PipelineStageBase]) -> None:
         if any(number in numbers for numbers in shared.values()):
             # An attribute of this one stage object: torch's classes stay as they are.
             stage.scale_grads = _Scaler(stage, number, shared, asked)  # type: ignore[method-assign]
+
+
+def _key(parameter: nn.Parameter) -> int:
+    """What tells parameters apart, also after a table of rows has grown into another one."""
+    return id(parameter.table if isinstance(parameter, RowsParameter) else parameter)
 
 
 def refuse_scaled_twice(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -160,7 +166,7 @@ class _Scaler:
 
     def __call__(self, grad_scale_factor: int) -> None:
         for parameter in self._stage.submod.parameters():
-            key = id(parameter)
+            key = _key(parameter)
             if key in self._shared:
                 self._asked[key].add(self._number)
                 if self._asked[key] != self._shared[key]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pipelines import (
     SIZE,
     STEPS,
     TOKENS,
+    V_SHAPED,
     WIDTH,
     Case,
     Model,
@@ -23,9 +25,10 @@ from pipelines import (
     weights_of,
 )
 from ranks import RankPool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Pipe,
+    PipelineStage,
     Schedule1F1B,
     SplitPoint,
     pipeline,
@@ -33,6 +36,8 @@ from torch.distributed.pipelining import (
 
 import piper_owner as po
 from piper_owner.frontends.torch_pipelining import attach, ties_of
+from piper_owner.rows import RowsTable
+from piper_owner.stages import scale_shared_once
 from piper_owner.transport import Fabric
 
 
@@ -57,13 +62,13 @@ def all_cases() -> Iterator[Case]:
                 )
 
 
-def sample() -> list[Case]:
+def sample(*, offset: int = 0) -> list[Case]:
     """Every schedule on 2 and on 4 ranks, with the other choices in turn."""
     cases = list(all_cases())
     found = []
     for index, (name, ranks) in enumerate(itertools.product(SCHEDULES, (2, 4))):
         own = [case for case in cases if (case.schedule, case.ranks) == (name, ranks)]
-        found.append(own[index * 7 % len(own)])
+        found.append(own[(index * 7 + offset) % len(own)])
     return found
 
 
@@ -77,6 +82,62 @@ def test_training_equals_one_process(rank_pool: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("case", list(all_cases()), ids=str)
 def test_training_equals_one_process_for_all(rank_pool: RankPool, case: Case) -> None:
     check_run(rank_pool, case)
+
+
+def rows_of(cases: Iterable[Case]) -> list[Case]:
+    return [replace(case, layout="auto") for case in cases]
+
+
+def check_rows(pool: RankPool, case: Case) -> None:
+    """The embedding keeps rows, but where the head is on its rank: then nothing of it travels."""
+    ranks = check_run(pool, case)
+    same_rank = SCHEDULES[case.schedule] in V_SHAPED
+    assert ranks[0].left_out == ([] if same_rank else ["embed.weight"])
+    assert all((sent.ids > 0) == (not same_rank) for sent in ranks[0].sent)
+
+
+@pytest.mark.parametrize("case", rows_of(sample(offset=3)), ids=str)
+def test_rows_equal_one_process(rank_pool: RankPool, case: Case) -> None:
+    check_rows(rank_pool, case)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_a_table_of_rows_that_grows_is_scaled_once(rank_pool: RankPool, name: str, accumulate: int) -> None:
+    """Each of the passes adds rows, and a schedule scales what was accumulated."""
+    case = Case(schedule=name, ranks=2, accumulate=accumulate, layout="auto", vocab=300)
+    check_rows(rank_pool, case)
+
+
+def scaled_after_growth(fabric: Fabric) -> list[float]:
+    """Two stages of one rank look up in one table; its gradient, after both have scaled it."""
+    with process_group(fabric):
+        modules = [nn.Sequential(nn.Embedding(500, 2)) for _ in range(2)]
+        embeds = [module[0] for module in modules]
+        embeds[1].weight = embeds[0].weight
+        stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(modules)]
+        table = RowsTable(embeds, embeds[0].weight, what="a tie", device=torch.device("cpu"))
+        scale_shared_once(stages)
+        for num in (1, 300):
+            ids, _ = table.request(torch.arange(num))
+            table.fill(iter([(0, len(ids), torch.zeros(len(ids), 2))]))
+            for module in modules:
+                module(torch.tensor([0])).sum().backward()
+        for stage in stages:
+            stage.scale_grads(4)
+        grad = table.take_grad()
+        assert grad is not None
+        return grad[:2].flatten().tolist()
+
+
+def test_a_table_that_stages_share_is_scaled_once_though_it_grows(rank_pool: RankPool) -> None:
+    assert rank_pool.run(1, scaled_after_growth) == [[1.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", rows_of(all_cases()), ids=str)
+def test_rows_equal_one_process_for_all(rank_pool: RankPool, case: Case) -> None:
+    check_rows(rank_pool, case)
 
 
 @pytest.mark.parametrize("attached", [True, False])
