@@ -201,11 +201,12 @@ class Ownership:
     def sync(self) -> None:
         """Give every holder, and the owner's masters, the value of the tie's first name. Collective.
 
-        Call it on every rank after weights were loaded or written.
+        Call it on every rank after weights were loaded or written. Fetched rows are forgotten.
         """
         with self.reporting("sync"):
             self.exchange.flush()
             self.exchange.share_values(warn=False)
+            self.exchange.fetching.forget()
         for refill in self.on_sync:
             refill()
 

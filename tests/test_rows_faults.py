@@ -1,0 +1,488 @@
+"""What the rows layout refuses, what it chooses, and what between steps leaves it right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from chains import Chain, Loop, Part, alone, closeness, microbatches, train
+from owners import errors, ranks
+from tiny import one_torch_thread
+from torch import Tensor, nn
+
+import piper_owner as po
+from piper_owner.assignment import Ownership, assign_over
+from piper_owner.errors import (
+    ConfigError,
+    ExchangeError,
+    ReplicaMismatchError,
+    RowIndexError,
+    RowsError,
+    TieError,
+)
+from piper_owner.optimizer_wrap import OwnerOptimizer
+from piper_owner.transport import Fabric
+
+LOOKUP, HEAD = Part(rank=0), Part(rank=1, looks_up=False)
+TWO = Chain(parts=(LOOKUP, HEAD))
+DATA = [microbatches(step) for step in range(5)]
+NAMES = ("t0p0.use.weight", "t0p1.use.weight")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+# -- choices
+
+
+def layouts(chain: Chain) -> dict[int, str]:
+    """What each holder of the first tie keeps."""
+    found = train(chain, (), work=lambda loop: None)
+    return {holder.rank: holder.layout.value for holder in found.owns[0].plan.ties[0].holders}
+
+
+ROWS, DENSE = {0: "rows", 1: "dense"}, {0: "dense", 1: "dense"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "owner"),
+    [
+        ({"layout": "auto"}, ROWS, 1),
+        ({"layout": "rows"}, ROWS, 1),
+        ({"layout": "dense"}, DENSE, 0),
+        ({"layout": "rows", "owner": "last"}, ROWS, 1),
+        ({"layout": "rows", "owner": 1}, ROWS, 1),
+        ({"layout": "auto", "owner": "first"}, DENSE, 0),
+        ({"layout": "auto", "owner": 0}, DENSE, 0),
+        ({"layout": {NAMES[0]: "rows"}}, ROWS, 1),
+        ({"layout": {NAMES[0]: "rows"}, "owner": {NAMES[0]: 1}}, ROWS, 1),
+        ({"layout": {}}, DENSE, 0),
+        ({"layout": "auto", "assign": {"uses": {NAMES[0]: "dense"}}}, DENSE, 0),
+    ],
+)
+def test_choices_of_layout_and_owner(options: dict[str, Any], kept: dict[int, str], owner: int) -> None:
+    chain = replace(TWO, **options)
+    assert layouts(chain) == kept
+    found = train(chain, DATA[:2])
+    assert found.owns[0].plan.ties[0].owner == owner
+    assert closeness(found, alone(chain, DATA[:2])) < 1e-10
+    words = found.owns[0].describe()
+    assert ("lookup use, rows only" in words) == (kept is ROWS)
+
+
+REFUSED: dict[str, tuple[Chain, str]] = {
+    "a lookup owner": (replace(TWO, owner="first"), "its owner would be rank 0, which only looks rows up"),
+    "a lookup owner by rank": (replace(TWO, owner=0), "its owner would be rank 0"),
+    "no lookup": (
+        replace(TWO, parts=(replace(LOOKUP, looks_up=False), HEAD)),
+        "needs a rank that only looks rows up and another",
+    ),
+    "no dense use": (replace(TWO, parts=(LOOKUP, Part(rank=1))), "needs a rank that only looks rows up"),
+    "both on one rank": (replace(TWO, parts=(LOOKUP, replace(HEAD, rank=0))), "needs a rank that only looks"),
+    "an unknown layout": (replace(TWO, layout="row"), "choose one of dense, rows, auto"),
+    "an unknown tie": (replace(TWO, layout={"head": "rows"}), r"layout= names \['head'\]"),
+    "a use that is no lookup": (
+        replace(TWO, assign={"uses": {NAMES[0]: "dense"}}),
+        "needs a rank that only looks rows up",
+    ),
+    "a linear said to look up": (
+        replace(TWO, parts=(HEAD, Part(rank=0, looks_up=False)), assign={"uses": {NAMES[1]: "lookup"}}),
+        "it is the weight of a Linear, and only an nn.Embedding",
+    ),
+    "max_norm": (
+        replace(TWO, parts=(replace(LOOKUP, options=(("max_norm", 1.0),)), HEAD)),
+        "max_norm=1.0, which rewrites the weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(what: str) -> None:
+    chain, message = REFUSED[what]
+    for error in errors(2, lambda fabric: Loop(fabric, chain, [])):
+        assert isinstance(error, ValueError)
+        assert str(error), error
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+# -- fetching
+
+
+def wrong_prefetch(ids: Any, *, rank: int = 0) -> None:  # noqa: ANN401 - anything a user may give
+    """An error on every rank that names the ids, and then training goes on as if nothing had been."""
+    said: list[str] = []
+
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        first = loop.steps(DATA[:2])
+        for options in ({}, {"next_step": True}):
+            with pytest.raises(IndexError) as caught:
+                loop.opt.prefetch(*(ids if loop.looks_up else [None]), **options)
+            assert isinstance(caught.value, RowIndexError)
+            said.append(str(caught.value))
+        loop.prefetch(DATA[2])
+        with pytest.raises(IndexError):  # rows that are there stay
+            loop.opt.prefetch(*(ids if loop.looks_up else [None]))
+        total = sum(loop.pass_(each, share=2) for each in DATA[2])
+        loop.opt.step()
+        loop.opt.zero_grad()
+        rest = loop.steps(DATA[3:])
+        rest.losses = [*first.losses, total, *rest.losses]
+        return rest
+
+    found = train(TWO, (), work=work)
+    assert closeness(found, alone(TWO, DATA)) < 1e-10
+    wrong_prefetch.said = said  # type: ignore[attr-defined]
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([torch.tensor([3, 50])], "id 50 is outside the vocabulary of 50"),
+        ([torch.tensor([3]), torch.tensor([2**40])], f"id {2**40} is outside the vocabulary of 50"),
+        ([torch.tensor([-1])], "id -1 is outside"),
+        ([torch.tensor([0.5])], r"ids[0] is torch.float32"),
+        ([torch.tensor([1]), [1, 2]], "ids[1] is list"),
+        ([torch.tensor([True])], "ids[0] is torch.bool"),
+    ],
+)
+def test_case_50_wrong_ids_are_an_index_error_on_every_rank(ids: list[Any], message: str) -> None:
+    wrong_prefetch(ids)
+    said: list[str] = wrong_prefetch.said  # type: ignore[attr-defined]
+    assert all(message in text for text in said), said
+
+
+def test_ids_given_where_nothing_is_looked_up_are_passed_over() -> None:
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        loop.opt.prefetch(*([torch.tensor([-5]), None] if loop.rank else DATA[0]))
+        total = sum(loop.pass_(each, share=2) for each in DATA[0])
+        loop.opt.step()
+        found = loop.steps(())
+        found.losses = [total]
+        return found
+
+    assert closeness(train(TWO, (), work=work), alone(TWO, DATA[:1])) < 1e-10
+
+
+def test_a_forward_without_its_rows_is_an_error_and_not_garbage() -> None:
+    def work(loop: Loop) -> None:
+        if loop.rank == 0:
+            with pytest.raises(RowsError, match=r"no row was fetched.*opt.prefetch\(ids\) on every rank"):
+                loop.forward(DATA[0][0])
+        loop.prefetch([torch.tensor([1, 2])])
+        if loop.rank == 0:
+            with pytest.raises(RowsError, match="id 3 was not fetched for this step"):
+                loop.forward(torch.tensor([1, 3]))
+            with pytest.raises(IndexError, match="id 50 is outside the vocabulary of 50"):
+                loop.forward(torch.tensor([50]))
+        loop.opt.step()
+        if loop.rank == 0:
+            with pytest.raises(RowsError, match="id 1 was not fetched"):
+                loop.forward(torch.tensor([1]))
+
+    train(TWO, (), work=work)
+
+
+def test_none_everywhere_fetches_nothing() -> None:
+    def work(loop: Loop) -> None:
+        for given in ((), (None,), (None, None)):
+            loop.opt.prefetch(*given)
+            loop.opt.prefetch(*given, next_step=True)
+            loop.opt.step()
+            assert loop.opt.stats.sent.ids == loop.opt.stats.sent.rows == 0
+        assert loop.own.check()
+
+    train(TWO, (), work=work)
+
+
+def test_a_rank_that_leaves_a_prefetch_out_is_named_within_the_timeout() -> None:
+    lines = [(None, None)] * 2
+
+    def work(fabric: Fabric) -> None:
+        loop = Loop(fabric, TWO, lines)
+        if loop.rank == 0:
+            loop.prefetch(DATA[0])
+        loop.opt.clip_grad_norm_(1.0)
+        loop.opt.step()
+        loop.prefetch(DATA[0])
+
+    for error in errors(2, work, timeout=1.0):
+        assert isinstance(error, ExchangeError | ConfigError), error
+
+
+def test_a_prefetch_after_the_gradients_have_been_sent_is_refused() -> None:
+    def work(loop: Loop) -> None:
+        loop.prefetch(DATA[0])
+        for each in DATA[0]:
+            loop.pass_(each, share=2)
+        loop.opt.clip_grad_norm_(1.0)
+        with pytest.raises(ConfigError, match="after its gradients were sent"):
+            loop.prefetch(DATA[1])
+        loop.prefetch(DATA[1], next_step=True)
+        loop.opt.step()
+        loop.opt.zero_grad()
+        for each in DATA[1]:
+            loop.pass_(each, share=2)
+        loop.opt.clip_grad_norm_(1.0)
+        loop.opt.step()
+
+    found = train(TWO, (), work=work)
+    right = alone(replace(TWO, clip=1.0), DATA[:2])
+    assert all(float((v - right.weights[k]).abs().max()) < 1e-12 for k, v in found.weights.items())
+
+
+def test_rows_fetched_after_those_of_the_next_step() -> None:
+    """Another accumulated microbatch comes up when the next step's ids are known already."""
+
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        losses = []
+        loop.prefetch(DATA[0][:1])
+        for number in range(3):
+            total = loop.pass_(DATA[number][0], share=2)
+            loop.prefetch(DATA[number + 1], next_step=True)
+            loop.prefetch(DATA[number + 1][:1], next_step=True)  # in place of those
+            loop.prefetch(DATA[number][1:])
+            total += loop.pass_(DATA[number][1], share=2)
+            loop.opt.step()
+            loop.opt.zero_grad()
+            losses.append(total)
+        found = loop.steps(())
+        found.losses = losses
+        return found
+
+    assert closeness(train(TWO, (), work=work), alone(TWO, DATA[:3])) < 1e-10
+
+
+def test_bytes_are_those_of_the_rows_in_use() -> None:
+    chain = replace(TWO, dtype=torch.float32, vocab=5000, width=16)
+    data = [microbatches(step, vocab=5000, shape=(4, 9)) for step in range(3)]
+    for fetch in ("once", "each"):
+        found = train(replace(chain, fetch=fetch), data)
+        for ids, replica, owner in zip(data, *found.stats, strict=True):
+            num = len(torch.cat(ids).unique())
+            assert (replica.sent.ids, replica.sent.rows) == (4 * num, 0)
+            assert (owner.sent.ids, owner.sent.rows) == (0, num * 16 * 4)
+            assert (replica.sent.grads, owner.sent.grads) == (num * 16 * 4, 0)
+            assert replica.sent.weights == owner.sent.weights == 0
+            assert replica.received == replace(owner.sent, other=replica.received.other)
+            assert owner.received.grads == replica.sent.grads
+            assert replica.seconds.rows > 0
+        stage = found.stages[0]
+        assert len(stage.get_parameter("t0p0.use.weight")) <= max(64, 2 * num)
+
+
+def test_the_wire_takes_the_dtype_of_the_gradient() -> None:
+    chain = replace(TWO, dtype=torch.bfloat16, grad_dtype=torch.float32)
+    for ids, replica, owner in zip(DATA, *train(chain, DATA).stats, strict=True):
+        num = len(torch.cat(ids).unique())
+        assert replica.sent.grads == num * 4 * 4
+        assert owner.sent.rows == num * 4 * 2
+
+
+# -- between steps
+
+
+def test_evaluation_between_steps_changes_nothing() -> None:
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        first = loop.steps(DATA[:2])
+        loop.stage.eval()
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                loop.prefetch(DATA[4])
+                for each in DATA[4]:
+                    loop.forward(each)
+                assert loop.own.check()
+        loop.prefetch(DATA[3])
+        if loop.rank == 0:
+            loop.forward(DATA[3][0])  # with a graph that nobody needs
+        else:
+            loop.lines[1][0].get(timeout=5)
+        loop.opt.zero_grad()
+        loop.stage.train()
+        rest = loop.steps(DATA[2:])
+        rest.losses = [*first.losses, *rest.losses]
+        return rest
+
+    assert closeness(train(TWO, (), work=work), alone(TWO, DATA)) < 1e-10
+
+
+def test_rows_are_not_stale_after_a_load_or_a_sync() -> None:
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        before = {key: value.clone() for key, value in loop.stage.state_dict().items()}
+        assert len(before) == 2 + loop.rank, "the owner's has the table"
+        saved = loop.opt.state_dict()
+        saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+        loop.steps(DATA[3:])
+        loop.prefetch(DATA[0])
+        loop.stage.load_state_dict(before, strict=True)
+        loop.own.sync()
+        assert loop.own.check()
+        loop.opt.load_state_dict(saved)
+        assert loop.own.check()
+        if loop.rank == 0:
+            with pytest.raises(RowsError, match="was not fetched"):
+                loop.forward(DATA[0][0])
+        return loop.steps(DATA)
+
+    # The state of AdamW before its first step is none.
+    chain = replace(TWO, kind=torch.optim.SGD, options={"lr": 0.1})
+    assert closeness(train(chain, (), work=work), alone(chain, DATA)) < 1e-10
+
+
+def test_rows_that_were_fetched_before_a_sync_are_forgotten() -> None:
+    def work(loop: Loop) -> None:
+        loop.prefetch([torch.tensor([1, 2])])
+        if loop.rank == 1:
+            with torch.no_grad():
+                loop.stage.get_parameter(NAMES[1]).mul_(2)
+        loop.own.sync()
+        assert loop.own.check()
+        if loop.rank == 0:
+            with pytest.raises(RowsError, match="id 1 was not fetched"):
+                loop.forward(torch.tensor([1]))
+
+    train(TWO, (), work=work)
+
+
+def test_check_finds_a_row_that_something_else_has_written() -> None:
+    def work(loop: Loop) -> None:
+        loop.prefetch([torch.tensor([1, 2])])
+        assert loop.own.check()
+        if loop.rank == 1:
+            with torch.no_grad():
+                loop.stage.get_parameter(NAMES[1])[2] += 0.25
+        with pytest.raises(ReplicaMismatchError, match=r"by up to 0\.25"):
+            loop.own.check()
+
+    train(TWO, (), work=work)
+
+
+def test_a_frozen_tie_is_looked_up_and_sends_nothing_but_rows() -> None:
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        weight = loop.stage.get_submodule(NAMES[loop.rank].rpartition(".")[0]).weight
+        weight.requires_grad_(False)
+        for step in range(3):
+            loop.prefetch(DATA[step])
+            for each in DATA[step]:
+                loop.pass_(each, share=2)
+            loop.opt.step()
+            loop.opt.zero_grad()
+            sent = loop.opt.stats.sent
+            assert sent.grads == sent.weights == 0
+            assert (sent.rows > 0) == (loop.rank == 1)
+            assert loop.own.check()
+        return loop.steps(())
+
+    chain = replace(TWO, kind=torch.optim.SGD, options={"lr": 0.1})
+    found = train(chain, (), work=work)
+    assert torch.equal(found.weights[NAMES[1]], chain.initial(0))
+
+
+def test_a_skipped_step_of_a_grad_scaler_forgets_the_rows() -> None:
+    def work(loop: Loop) -> Any:  # noqa: ANN401
+        scaler = po.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        scaler.scale(torch.ones(()))
+        for number, step in enumerate((DATA[4], DATA[0], DATA[1])):
+            loop.prefetch(step)
+            for ids in step:
+                done = loop.forward(ids, share=2)
+                done = [(i, h, out * scaler.get_scale() if i == 1 else out) for i, h, out in done]
+                loop.backward(done)
+            if number == 0 and loop.rank == 0:
+                weight = loop.stage.get_submodule("t0p0.use").weight
+                weight.grad.mul_(float("inf"))
+            scaler.step(loop.opt)
+            scaler.update()
+            loop.opt.zero_grad()
+            assert scaler.get_scale() == 4.0
+            assert loop.own.check()
+            assert loop.opt.stats.sent.total > 0
+        return loop.steps(())
+
+    found, right = train(TWO, (), work=work), alone(TWO, DATA[:2])
+    for key, value in found.weights.items():
+        assert float((value - right.weights[key]).abs().max()) < 1e-10
+
+
+# -- the first value
+
+
+class Holder(nn.Module):
+    """A module that holds the table as an embedding or as a head."""
+
+    def __init__(self, rank: int, value: float | None, *, scale: float = 1.0) -> None:
+        super().__init__()
+        device = "meta" if value is None else "cpu"
+        module: nn.Module = (
+            nn.Embedding(6, 2, device=device) if rank == 0 else nn.Linear(2, 6, bias=False, device=device)
+        )
+        if value is not None:
+            nn.init.constant_(module.weight, value)
+        self.add_module("embed" if rank == 0 else "head", module)
+        self.own = nn.Linear(2, 2)
+
+
+def first_value(embed: float | None, head: float | None, *, order: int = 1) -> list[float]:
+    """The owner's value and the fetched rows' after assign_owners."""
+
+    def work(fabric: Fabric) -> float:
+        stage = Holder(fabric.rank, (embed, head)[fabric.rank])
+        ties = [("embed.weight", "head.weight")[::order]]
+        own: Ownership = assign_over(fabric, stage, ties, layout="rows")
+        opt = OwnerOptimizer(stage.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+        opt.prefetch(torch.tensor([3, 4]) if fabric.rank == 0 else None)
+        assert own.check()
+        if fabric.rank == 0:
+            assert stage.embed.weight.device.type == "cpu"  # type: ignore[union-attr]
+            return float(stage.embed(torch.tensor([4])).detach()[0, 1])  # type: ignore[operator]
+        return float(stage.head.weight.detach()[5, 0])  # type: ignore[index, union-attr]
+
+    return ranks(2, work)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_value_comes_from_where_there_is_one(order: int) -> None:
+    assert first_value(None, 3.0, order=order) == [3.0, 3.0]
+    if order == 1:
+        assert first_value(2.0, None) == [2.0, 2.0]
+        with pytest.warns(UserWarning, match="differed from that of rank 0 by up to 1"):
+            assert first_value(2.0, 3.0) == [2.0, 2.0]
+
+
+def test_a_value_that_nobody_has_is_an_error_on_every_rank() -> None:
+    def work(fabric: Fabric) -> None:
+        assign_over(fabric, Holder(fabric.rank, None), [("embed.weight", "head.weight")], layout="rows")
+
+    for error in errors(2, work):
+        assert isinstance(error, TieError)
+        assert "have both no value yet" in str(error)
+
+
+def test_a_replica_has_no_state_and_no_row_before_the_first_prefetch() -> None:
+    def work(loop: Loop) -> None:
+        if loop.rank == 0:
+            assert loop.stage.get_parameter(NAMES[0]).numel() == 0
+        loop.steps(DATA[:1])
+        held = [p for group in loop.opt.param_groups for p in group["params"]]
+        assert len(held) == 2 + loop.rank, "the layer of its own, and on the owner the table"
+        assert len(loop.opt.state) == len(held)
+
+    train(TWO, (), work=work)
+
+
+def test_a_second_optimizer_or_an_early_list_is_an_error() -> None:
+    def work(fabric: Fabric) -> None:
+        stage = Holder(fabric.rank, 1.0)
+        early = list(stage.parameters())
+        own = assign_over(fabric, stage, [("embed.weight", "head.weight")], layout="rows")
+        OwnerOptimizer(early, torch.optim.SGD, ownership=own, lr=0.1)
+
+    for error in errors(2, work):
+        assert isinstance(error, TieError)
