@@ -93,7 +93,8 @@ class Ownership:
         return everyone[self._agreement.index]
 
     def agree_on(self, where: str, check: Callable[[], None]) -> None:
-        """Raise an InputError of `check` on one rank on all, at the price of one sum. Collective.
+        """Raise an InputError of `check` on one rank on all, of all pipelines, at the price of one sum over
+        the pipeline and one over `dp_group`. Collective.
 
         Nothing has happened then, and the ranks may go on. Raises MessageMismatchError on every rank
         unless all of them are in the same step.
@@ -110,7 +111,7 @@ class Ownership:
             return ""
 
         with self.reporting(where):
-            is_wrong = self.combine(float(failed is not None)) > 0
+            is_wrong = self.combine_pipelines(self.combine(float(failed is not None))) > 0
         if is_wrong:
             self.together(say)
 
