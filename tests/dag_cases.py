@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.dag.nodes import Action, parse_action
-from piper_owner.ownership import OwnershipPlan, ParameterUse, plan_ownership
+from piper_owner.ownership import OwnershipPlan, ParameterUse, Use, plan_ownership
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 
 Ties = Sequence[Sequence[int]]
@@ -40,8 +40,12 @@ def planned(
     owner: int | str = "auto",
     num_ranks: int = 0,
     frozen: bool = False,
+    lookups: Sequence[int] = (),
 ) -> OwnershipPlan:
-    """A plan of `ties` over the stages of `placement`; one owner for all of them."""
+    """A plan of `ties` over the stages of `placement`; one owner for all of them.
+
+    The stages `lookups` look rows up; where that is all that their rank does, it keeps rows only.
+    """
     uses = [
         ParameterUse(
             name=f"tie{i}.stage{stage}",
@@ -50,12 +54,19 @@ def planned(
             shape=(8, 2),
             dtype="float32",
             requires_grad=not frozen,
+            use=Use.LOOKUP if stage in lookups else Use.DENSE,
         )
         for i, stages in enumerate(ties)
         for stage in stages
     ]
     names = [[f"tie{i}.stage{stage}" for stage in stages] for i, stages in enumerate(ties)]
-    return plan_ownership(names, uses, world_size=num_ranks or max(placement) + 1, owner=owner)  # type: ignore[arg-type]
+    return plan_ownership(
+        names,
+        uses,
+        world_size=num_ranks or max(placement) + 1,
+        owner=owner,  # type: ignore[arg-type]
+        layout="auto" if lookups else "dense",
+    )
 
 
 def with_copies(dag: TrainingDAG, plan: OwnershipPlan, placement: Sequence[int]) -> TrainingDAG:
@@ -113,7 +124,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *, max_ranks: int = 8, max_stages: int = 16, max_microbatches: int = 12) -> Case:
-    """1 to 8 devices, 1 to 16 stages placed anyhow, 0 to 3 ties of 2 to 5 uses, any owners."""
+    """1 to 8 devices, 1 to 16 stages placed anyhow, 0 to 3 ties of 2 to 5 uses, any owners and layouts."""
     num_ranks = draw(st.integers(1, max_ranks))
     num_stages = draw(st.integers(1, max_stages))
     anyhow = st.lists(st.integers(0, num_ranks - 1), min_size=num_stages, max_size=num_stages).map(tuple)
@@ -125,7 +136,12 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 8, max_stages: int = 16, max_micr
     ties = draw(st.lists(stages, max_size=3))
     uses = [
         ParameterUse(
-            name=f"tie{i}.stage{stage}", rank=placement[stage], stage=stage, shape=(8, 2), dtype="float32"
+            name=f"tie{i}.stage{stage}",
+            rank=placement[stage],
+            stage=stage,
+            shape=(8, 2),
+            dtype="float32",
+            use=draw(st.sampled_from(Use)),
         )
         for i, tie in enumerate(ties)
         for stage in tie
@@ -135,10 +151,11 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 8, max_stages: int = 16, max_micr
         name[0]: draw(st.sampled_from(["auto", "first", "last", *(placement[stage] for stage in tie)]))
         for name, tie in zip(names, ties, strict=True)
     }
+    layouts = {name[0]: draw(st.sampled_from(["dense", "auto"])) for name in names}
     return Case(
         placement=placement,
         num_ranks=num_ranks,
         num_microbatches=draw(st.integers(1, max_microbatches)),
         schedule=draw(st.sampled_from(Schedule)),
-        plan=plan_ownership(names, uses, world_size=num_ranks, owner=owners),  # type: ignore[arg-type]
+        plan=plan_ownership(names, uses, world_size=num_ranks, owner=owners, layout=layouts),  # type: ignore[arg-type]
     )

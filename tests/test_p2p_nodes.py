@@ -36,7 +36,7 @@ def test_every_plan_on_every_placement_runs(case: Case, clip: bool) -> None:
     check_rules(dag, Level.EXECUTABLE)
     timeline = simulate(dag)
     assert [len(timeline.events(rank)) for rank in range(case.num_ranks)] == list(map(len, dag.programs))
-    assert _num_tied_messages(dag) == 2 * sum(len(tie.replicas) for tie in case.plan.ties)
+    assert _num_tied_messages(dag) == sum(len(tie.replicas) + len(tie.copies) for tie in case.plan.ties)
 
 
 @settings(max_examples=60, deadline=None)

@@ -174,15 +174,23 @@ def wrapped(fabric: Fabric, how: str) -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         part: nn.Module = Part(fabric.rank % 2)
         data = mesh.get_group("dp")
+
+        def wrap_and_assign() -> None:
+            stage = DistributedDataParallel(part, process_group=data) if how == "before" else part
+            scope = "global" if how == "global" else "pipeline"
+            with_group = mesh["dp"] if how != "without dp_group" else None
+            assign_owners(
+                stage,
+                TIE,
+                group=mesh["pp"],
+                layout="rows",
+                dp_group=with_group,
+                scope=scope,  # type: ignore[arg-type]
+            )
+            DistributedDataParallel(part, process_group=data)
+
         with pytest.raises(PiperOwnerError) as caught:
-            if how == "before":
-                part = DistributedDataParallel(part, process_group=data)
-                assign_owners(part, TIE, group=mesh["pp"], layout="rows", dp_group=mesh["dp"])
-            elif how == "without dp_group":
-                assign_owners(part, TIE, group=mesh["pp"], layout="rows")
-                DistributedDataParallel(part, process_group=data)
-            else:
-                assign_owners(part, TIE, group=mesh["pp"], layout="rows", dp_group=mesh["dp"], scope="global")
+            wrap_and_assign()
         return f"{type(caught.value).__name__}: {caught.value}"
 
 
