@@ -38,7 +38,7 @@ from piper_owner.stages import (
     refuse_scaled_twice,
     scale_shared_once,
 )
-from piper_owner.tied import TiedParameter
+from piper_owner.tied import TiedParameter, refuse_replaced
 from piper_owner.transport import Fabric, Failure, Line
 from piper_owner.transport.agreement import Agreement
 from piper_owner.uniting import tie_here
@@ -173,10 +173,12 @@ class Ownership:
     def check(self) -> bool:
         """True if every replica, in every pipeline, is bit for bit the owner's value. Collective.
 
-        Raises ReplicaMismatchError with the largest difference, on every holder of the tie.
+        Raises ReplicaMismatchError with the largest difference, on every holder of the tie; TieError on a
+        rank where a module holds another Parameter by now.
         """
         side = self.exchange.side
         try:
+            refuse_replaced(self.exchange.tied.values(), self.rank)
             if side is None:
                 return self.exchange.check(self.step)
             differences = self.exchange.differences(self.step)
@@ -205,6 +207,7 @@ class Ownership:
         Call it on every rank after weights were loaded or written. Fetched rows are forgotten.
         """
         with self.reporting("sync"):
+            refuse_replaced(self.exchange.tied.values(), self.rank)
             self.exchange.flush()
             self.exchange.share_values(warn=False)
             self.exchange.fetching.forget()

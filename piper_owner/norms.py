@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from piper_owner.errors import ConfigError
 from piper_owner.sharding import local_of, reduce_over, shard_groups
 
-__all__ = ["add_powers", "power_over_shards"]
+__all__ = ["add_powers", "checked_norm", "power_over_shards", "scale_to"]
 
 
 def add_powers(*powers: float, largest: bool) -> float:
@@ -19,6 +20,36 @@ def add_powers(*powers: float, largest: bool) -> float:
     if largest:
         return math.nan if any(map(math.isnan, powers)) else max(powers, default=0.0)
     return sum(powers)
+
+
+def checked_norm(max_norm: object, norm_type: object) -> tuple[float, float]:
+    """Both as numbers. Raises ConfigError unless `max_norm` is at least 0 and `norm_type` more than 0."""
+    numbers = []
+    for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        try:
+            numbers.append(float(value))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise ConfigError(f"clip_grad_norm_: {option}={value!r} is no number") from None
+    limit, kind = numbers
+    if not limit >= 0.0:
+        raise ConfigError(f"clip_grad_norm_: max_norm={max_norm!r}; a norm is at least 0 (inf: no limit)")
+    if not kind > 0.0:
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type!r}; give 2, another number above 0, or inf")
+    return limit, kind
+
+
+def scale_to(grads: Iterable[Tensor], power: float, max_norm: float, norm_type: float) -> Tensor:
+    """Scale `grads`, in place, as far as the norm that `power` stands for is over `max_norm`. Local.
+
+    Returns the norm, a float64 scalar on the CPU.
+    """
+    total = torch.tensor(power, dtype=torch.float64)
+    total = total if norm_type == math.inf else total ** (1.0 / norm_type)
+    # The small constant is that of torch.nn.utils.clip_grad_norm_.
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in grads:
+        local_of(grad).mul_(scale.to(grad.device, grad.dtype))
+    return total
 
 
 def power_over_shards(

@@ -21,17 +21,19 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from piper_owner.assignment import Ownership
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ConfigError, ExchangeError
-from piper_owner.norms import power_over_shards
+from piper_owner.norms import checked_norm, power_over_shards, scale_to
 from piper_owner.p2p_nodes import sync_nodes
 from piper_owner.param_groups import (
     check_class,
+    check_dtypes,
     check_listing,
+    check_made,
     normalised_groups,
     options_of,
     without,
 )
 from piper_owner.prefetching import Prefetcher
-from piper_owner.sharding import local_of, reduce_over, refuse_late_sharding, shard_groups
+from piper_owner.sharding import reduce_over, refuse_late_sharding, shard_groups
 from piper_owner.stats import StepSeconds, StepStats
 from piper_owner.stepping import (
     ELEMENT_WISE,
@@ -40,7 +42,7 @@ from piper_owner.stepping import (
     state_bytes,
     unhooked_step,
 )
-from piper_owner.tied import TiedParameter
+from piper_owner.tied import TiedParameter, refuse_replaced, warn_of_unlisted
 from piper_owner.wrapping import WrappingOptimizer
 
 __all__ = ["ELEMENT_WISE", "OwnerOptimizer", "ParameterStepper", "state_bytes"]
@@ -81,8 +83,8 @@ class OwnerOptimizer(WrappingOptimizer):
         self._grad_dtype = grad_dtype
         self._masters = Masters(master_dtype)
         self._ties: dict[str, TiedParameter] = {}
-        self._is_exchanged = False
-        self._has_looked = False
+        self._is_exchanged = self._has_looked = False
+        self._is_first = True
         self.is_syncing = True
         """False inside `no_sync`."""
         self._prefetcher = Prefetcher(ownership)
@@ -92,10 +94,11 @@ class OwnerOptimizer(WrappingOptimizer):
         made: list[torch.optim.Optimizer] = []
 
         def prepare() -> str:
+            check_dtypes(master_dtype=master_dtype, grad_dtype=grad_dtype)
             check_class(optimizer_class)
             groups.extend(normalised_groups(params))
             made.append(optimizer_class(without(groups, self._is_replica), **defaults))
-            check_class(type(made[0]))  # a partial or a function hid it
+            check_made(made[0])  # a partial or a function hid what it is
             return self._listing(groups, made[0])
 
         answers = ownership.together(prepare)
@@ -138,7 +141,6 @@ class OwnerOptimizer(WrappingOptimizer):
         """
         if self._is_exchanged or self._exchange.has_begun(self._ownership.step):
             self.skip_step()
-        self._was_state_read = False
         self._inner.zero_grad(set_to_none)
         for tie in self._ties.values():
             tie.wide_grad = None
@@ -183,7 +185,6 @@ class OwnerOptimizer(WrappingOptimizer):
             self._step_inner()
         else:
             self._step_all()
-        self._was_state_read = False
         return loss
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step_now)
@@ -192,9 +193,17 @@ class OwnerOptimizer(WrappingOptimizer):
         """Load what `state_dict` gave, then give every replica its owner's value. Collective.
 
         Masters and wide state come back bit for bit, in their own dtype. A rank whose state does
-        not fit raises, and so do the others.
+        not fit raises, and so do the others; state of another shape is a ConfigError, before anything
+        has changed. State of a run without masters takes the dtype of the masters.
         """
-        self._ownership.together(lambda: self._load(state_dict))
+        checked: list[dict[str, Any]] = []
+
+        def check() -> str:
+            checked.append(self._checked(state_dict))
+            return ""
+
+        self._ownership.together(check)  # on all ranks before anything changes on one
+        self._ownership.together(lambda: self._load(checked[0]))
         with self._ownership.reporting("load_state_dict"):
             self._exchange.flush()
             differed = self._exchange.share_values(warn=False, from_owner=True)
@@ -265,8 +274,12 @@ class OwnerOptimizer(WrappingOptimizer):
         which the norm of *different* shards adds up; not that of DistributedDataParallel.
         Returns the norm before scaling, a float64 scalar on the CPU, the same on every rank.
         Collective over the ownership's ranks, and over `groups`. As
-        `torch.nn.utils.clip_grad_norm_`, which sees only this rank, with any norm from 1 to inf.
+        `torch.nn.utils.clip_grad_norm_`, which sees only this rank, with any norm up to inf.
+
+        Raises ConfigError, before anything is sent, for a `max_norm` below 0 or a `norm_type` not above.
         """
+        with self._ownership.reporting(f"clip_grad_norm_ in step {self._ownership.step}"):
+            max_norm, norm_type = checked_norm(max_norm, norm_type)
         self.finalize_grads()
         grads = self.grads()
         is_inf = norm_type == float("inf")
@@ -279,13 +292,7 @@ class OwnerOptimizer(WrappingOptimizer):
             tied_power = power_over_shards((), of_ties, norm_type)
             power = self._ownership.combine_power(power, tied_power, largest=is_inf, groups=groups)
             power = reduce_over(groups, power, largest=is_inf)
-        total = torch.tensor(power, dtype=torch.float64)
-        total = total if is_inf else total ** (1.0 / norm_type)
-        # The small constant is that of torch.nn.utils.clip_grad_norm_.
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in grads:
-            local_of(grad).mul_(scale.to(grad.device, grad.dtype))
-        return total
+        return scale_to(grads, power, max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -313,7 +320,8 @@ class OwnerOptimizer(WrappingOptimizer):
                 "gradients of ties. Put all but the last pass of an accumulation into `with opt.no_sync():`; "
                 "after a pass that is not to be stepped call opt.skip_step() on every rank"
             )
-        self._look_at_frozen()
+        with self._ownership.reporting(f"the last backward pass of step {step}"):
+            self._look_at_ties()
         self._exchange.begin(self._nodes(), step)
 
     def send_early(self, ready: Container[str]) -> None:
@@ -363,6 +371,7 @@ class OwnerOptimizer(WrappingOptimizer):
         listed = options_of({name: t.parameter for name, t in self._exchange.tied.items()}, groups, inner)
         for tie in self._exchange.tied.values():
             refuse_late_sharding(tie.plan.tie, tie.parameter, tie.places)
+        refuse_replaced(self._exchange.tied.values(), self._ownership.rank)
         for name, options in listed.items():
             tie = self._exchange.tied[name]
             if tie.is_claimed:
@@ -389,21 +398,12 @@ class OwnerOptimizer(WrappingOptimizer):
             if self._ownership.owns(tie.plan) and tie.stepper is None:
                 tie.stepper = ParameterStepper(self._inner, tie.parameter, self._masters.get(tie.parameter))
 
-    def _refuse_plain_scaler(self) -> None:
-        if "found_inf" in self.__dict__ and self._step_supports_amp_scaling:
-            for name in ("found_inf", "grad_scale"):  # as the scaler would do after the step
-                self.__dict__.pop(name, None)
-            raise ConfigError(
-                "a plain torch GradScaler agrees on infinities with no other rank, so one rank would skip "
-                "the step that its peers wait for; use piper_owner.GradScaler, which takes the same arguments"
-            )
-
     def _send_grads(self) -> None:
         self._ownership.check_scaling()
-        replicas = [tie for tie in self._ties.values() if tie.stepper is None]
         if self._is_exchanged:
-            for tie in replicas:
-                if tie.parameter.grad is not None:
+            for tie in self._ties.values():
+                is_apart = tie.stepper is None or tie.wide_grad is not None  # `.grad` is not what is stepped
+                if is_apart and tie.parameter.grad is not None:
                     raise ExchangeError(
                         f"tie {tie.plan.tie.names}: a backward ran on rank {self._ownership.rank} after its "
                         "gradient had been exchanged in this step; call finalize_grads, clip_grad_norm_ and "
@@ -411,17 +411,18 @@ class OwnerOptimizer(WrappingOptimizer):
                     )
             return
         self._is_exchanged = True
-        self._look_at_frozen()
+        self._look_at_ties()
         self._exchange.reduce_grads(self._live(), self._ownership.step)
         for node in self._nodes():
             if node.kind in (SyncKind.SEND_GRAD, SyncKind.RECV_GRAD):
                 self._exchange.run(node, self._ownership.step)
         self._exchange.agree(self._ownership.step, if_announced=True)
 
-    def _look_at_frozen(self) -> None:
-        """See which ties are frozen, once in a step, before its first message."""
+    def _look_at_ties(self) -> None:
+        """See which ties are frozen or replaced, once in a step, before its first message."""
         if self._has_looked:
             return
+        refuse_replaced(self._ties.values(), self._ownership.rank)
         self._has_looked = True
         for tie in self._ties.values():
             if tie.is_live != tie.parameter.requires_grad:
@@ -453,6 +454,9 @@ class OwnerOptimizer(WrappingOptimizer):
             self._exchange.flush()
             self._exchange.clock.flush += time.perf_counter() - start
             self._stats = self._exchange.take_stats()
+            if self._is_first:  # only now: where warnings are errors, nobody is left waiting
+                self._is_first = False
+                warn_of_unlisted(self._exchange.tied.values(), self._ownership.rank)
 
     def _step_ties(self) -> None:
         """Step the inner optimizer, and the ties with it, or behind it while they stream."""

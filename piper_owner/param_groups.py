@@ -11,7 +11,16 @@ from torch import Tensor
 
 from piper_owner.errors import ConfigError, TieError
 
-__all__ = ["check_class", "check_listing", "hyperparameters", "normalised_groups", "options_of", "without"]
+__all__ = [
+    "check_class",
+    "check_dtypes",
+    "check_listing",
+    "check_made",
+    "hyperparameters",
+    "normalised_groups",
+    "options_of",
+    "without",
+]
 
 
 def normalised_groups(params: Any, *, taken: Iterable[Tensor] = ()) -> list[dict[str, Any]]:  # noqa: ANN401
@@ -107,6 +116,38 @@ def check_class(optimizer_class: object) -> None:
             f"{optimizer_class.__name__} evaluates the whole model several times in one step and mixes all "
             "parameters, so one rank cannot step a tie alone; use a first-order optimizer"
         )
+
+
+def check_made(inner: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer, from a class or a function, that cannot be wrapped.
+
+    A tie is stepped by the `step` of the class, in slices too, so what one object adds would be lost.
+    """
+    check_class(type(inner))
+    added = [
+        what
+        for what, is_there in (
+            ("step pre-hooks", inner._optimizer_step_pre_hooks),
+            ("step post-hooks", inner._optimizer_step_post_hooks),
+            ("a step of its own", "step" in vars(inner)),
+        )
+        if is_there
+    ]
+    if added:
+        raise ConfigError(
+            f"the {type(inner).__name__} to be wrapped has {' and '.join(added)}, which would not run for "
+            "ties. Register hooks on the OwnerOptimizer, and put another step into a subclass"
+        )
+
+
+def check_dtypes(**dtypes: object) -> None:
+    """Raise ConfigError for an option that is neither None nor a torch.dtype of floating point."""
+    for option, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(
+                f"{option}={dtype!r}: gradients and weights need a torch.dtype of floating point, such as "
+                "torch.float32; None stands for the parameter's own"
+            )
 
 
 def check_listing(name: str, listings: Mapping[int, dict[str, Any] | None]) -> None:

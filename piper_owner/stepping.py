@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from piper_owner.errors import InputError
+from piper_owner.errors import ConfigError, InputError
 from piper_owner.sharding import is_sharded, like, local_of
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Masters",
     "ParameterStepper",
     "TruthyState",
+    "check_state_fits",
     "over_master",
     "state_bytes",
     "unhooked_step",
@@ -48,11 +49,39 @@ ELEMENT_WISE: Final[tuple[type[torch.optim.Optimizer], ...]] = (
 """Classes whose chunked step is tested to be bitwise equal to the whole one. A subclass is not
 among them: it may do anything."""
 
+_SHAPED: Final = (torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop)
+"""Further classes whose state has the parameter's shape, or none."""
+
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     """Bytes of all state tensors that this rank keeps for `parameter`; 0 before its first step."""
     state = optimizer.state.get(parameter, {})
     return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def check_state_fits(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `state_dict` has state of another shape than the parameter it is for. Local.
+
+    Of classes that are known to keep each state in the shape of its parameter, and of masters. Groups of
+    other lengths are left to `optimizer.load_state_dict`.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved_ids = [i for group in state_dict.get("param_groups", ()) for i in group["params"]]
+    if len(saved_ids) != len(parameters):
+        return
+    is_known = type(optimizer) in (*ELEMENT_WISE, *_SHAPED)
+    for index, (saved_id, parameter) in enumerate(zip(saved_ids, parameters, strict=True)):
+        for key, value in state_dict["state"].get(saved_id, {}).items():
+            if not isinstance(value, torch.Tensor) or not value.dim() or key == "step":
+                continue
+            if not is_known and key != MASTER:
+                continue
+            if value.shape != parameter.shape and is_sharded(value) == is_sharded(parameter):
+                raise ConfigError(
+                    f"load_state_dict: {key!r} of parameter {index} has shape {tuple(value.shape)}, and that "
+                    f"parameter has {tuple(parameter.shape)} on this rank; load what state_dict() gave on a "
+                    "rank that steps the same parameters"
+                )
 
 
 @contextmanager
@@ -132,8 +161,9 @@ class Masters:
     def restore(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """After `optimizer` loaded `state_dict`, take masters and their state from it, bit for bit.
 
-        torch casts loaded state to the parameter's dtype. A parameter without state there has its
-        own value as its master.
+        torch casts loaded state to the parameter's dtype. Where no masters of this dtype were saved,
+        floating state takes the masters' dtype, as torch would give it. A parameter without a saved
+        master has its own value as its master.
         """
         if not self._of:
             return
@@ -144,9 +174,15 @@ class Masters:
             if master is None:
                 continue
             state = optimizer.state.get(parameter) or {}
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                if isinstance(value, torch.Tensor) and state[key].dtype != value.dtype:
-                    state[key] = value.detach().clone().to(parameter.device)
+            saved = state_dict["state"].get(saved_id, {})
+            is_same_kind = MASTER in saved and saved[MASTER].dtype == master.dtype
+            for key, value in saved.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                is_cast = not is_same_kind and value.is_floating_point() and key not in ("step", MASTER)
+                dtype = master.dtype if is_cast else value.dtype
+                if state[key].dtype != dtype:
+                    state[key] = value.detach().clone().to(parameter.device, dtype)
             if MASTER in state:
                 master.copy_(state[MASTER])
                 parameter.copy_(master)
@@ -214,7 +250,24 @@ class ParameterStepper:
                 f"a tied parameter of shape {tuple(parameter.shape)} is in {len(groups)} groups of its "
                 f"{type(optimizer).__name__}; put it into exactly one"
             )
-        self._group = groups[0]
+        self._place = (groups[0], 0)
+
+    def _group(self) -> dict[str, Any] | None:
+        """The parameter's group as it is now; None if it was taken out of all of them.
+
+        Groups may be added, moved and refilled at any time, so nothing but identity tells.
+        """
+        groups, (index, place) = self._optimizer.param_groups, self._place
+        if index < len(groups):
+            params = groups[index]["params"]
+            if place < len(params) and params[place] is self._parameter:
+                return groups[index]
+        for index, group in enumerate(groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter is self._parameter:
+                    self._place = (index, place)
+                    return group
+        return None
 
     @property
     def chunkable(self) -> bool:
@@ -237,11 +290,12 @@ class ParameterStepper:
     def step_whole(self, grad: torch.Tensor) -> None:
         """Step the whole parameter with `grad`, leaving every other parameter alone.
 
-        The gradient of a DTensor is one, or its local part.
+        The gradient of a DTensor is one, or its local part. A parameter that is in no group any more
+        is not stepped, as in torch; nor are its rows.
         """
-        if self.is_stepped:
+        group = self._group()
+        if self.is_stepped or group is None:
             return
-        group = self._optimizer.param_groups[self._group]
         everything = self._optimizer.param_groups
         with over_master(self._optimizer, self._parameter, self._master) as stepped:
             stepped.grad = _laid_out_like(stepped, like(stepped, grad))
@@ -253,14 +307,16 @@ class ParameterStepper:
 
     def step_rows(self, start: int, stop: int, grad: torch.Tensor) -> None:
         """Step rows `start` to `stop` with `grad`, which has their shape and is not kept."""
-        parameter = self._parameter
+        parameter, group = self._parameter, self._group()
+        if group is None:
+            return
         if not parameter.dim() or (start == 0 and stop == parameter.shape[0]):
             self.step_whole(grad.view_as(parameter))
             return
         rows = nn.Parameter(self._stepped_tensor.detach()[start:stop], requires_grad=True)
         rows.grad = grad
         slicer = self._slicer = self._slicer or _same_class(self._optimizer, rows)
-        slicer.param_groups = [{**self._optimizer.param_groups[self._group], "params": [rows]}]
+        slicer.param_groups = [{**group, "params": [rows]}]
         slicer.state.clear()
         if start == 0:
             state = self._optimizer.state.get(parameter, {})
@@ -282,12 +338,15 @@ class ParameterStepper:
         Nothing is stepped: `step_rows` does that, with the same result but for the last bit of the few
         elements that do not fill a vector register.
         """
+        group = self._group()
+        if group is None:
+            return self._parameter.detach().index_select(0, ids)
         pad = -len(ids) % _ALIGNMENT  # so that the elements asked for fill the registers
         chosen = torch.cat((ids, ids.new_zeros(pad)))
         rows = nn.Parameter(self._stepped_tensor.detach().index_select(0, chosen))
         rows.grad = torch.cat((grad, grad.new_zeros(pad, *grad.shape[1:])))
         slicer = self._slicer = self._slicer or _same_class(self._optimizer, rows)
-        slicer.param_groups = [{**self._optimizer.param_groups[self._group], "params": [rows]}]
+        slicer.param_groups = [{**group, "params": [rows]}]
         slicer.state.clear()
         state = self._optimizer.state.get(self._parameter, {})
         whole = {key: value for key, value in state.items() if key != MASTER}
@@ -307,6 +366,8 @@ class ParameterStepper:
         stepped, self._stepped = self._stepped, {}
         if self.is_stepped:
             self.is_stepped = False
+            return
+        if self._group() is None:
             return
         if self._master is not None:
             stepped[MASTER] = self._master.detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +13,7 @@ from torch import nn
 from piper_owner.errors import TieError
 from piper_owner.ownership import TiePlan
 from piper_owner.rows import RowsTable
-from piper_owner.sharding import local_of
+from piper_owner.sharding import is_sharded, local_of
 from piper_owner.transport.wire import Header, Phase
 
 __all__ = [
@@ -19,8 +21,10 @@ __all__ = [
     "TiedParameter",
     "header_of",
     "num_rows_with",
+    "refuse_replaced",
     "rows_of",
     "take_grad",
+    "warn_of_unlisted",
     "wide_dtype",
 ]
 
@@ -144,3 +148,40 @@ def take_grad(tie: TiedParameter) -> torch.Tensor | None:
     if grad is None:
         return None
     return grad.to_dense() if grad.is_sparse else local_of(grad)
+
+
+def refuse_replaced(ties: Iterable[TiedParameter], rank: int) -> None:
+    """Raise TieError if a module of `rank` no longer holds the Parameter that its tie steps. Local.
+
+    It compares identities, and costs next to nothing while they are right.
+    """
+    for tie in ties:
+        ours = tie.parameter if tie.rows is None else tie.rows.parameter
+        for module, leaf in tie.places:
+            found = module._parameters.get(leaf)
+            if found is not ours and _is_replaced(tie, ours, found):
+                raise TieError(
+                    f"tie {tie.plan.tie.names}: the {leaf} of a {type(module).__name__} on rank {rank} is no "
+                    "longer the Parameter that assign_owners found there: load_state_dict(assign=True), an "
+                    "assignment or a conversion has replaced it, and the tie would miss its gradients. Do "
+                    "that before assign_owners, or call assign_owners after it, on every rank, and make the "
+                    "optimizer again"
+                )
+
+
+def _is_replaced(tie: TiedParameter, ours: nn.Parameter, found: nn.Parameter | None) -> bool:
+    if found is None:  # a parametrization or pruning keeps it under another name
+        return not any(p is ours for module, _ in tie.places for p in module.parameters())
+    return not is_sharded(ours) or is_sharded(found)  # fully_shard shows the whole one for a while
+
+
+def warn_of_unlisted(ties: Iterable[TiedParameter], rank: int) -> None:
+    """Warn of each tie that has a gradient and that no optimizer lists: nothing trains it. Local."""
+    for tie in ties:
+        if not tie.is_claimed and tie.parameter.grad is not None:
+            warnings.warn(
+                f"tie {tie.plan.tie.names} has a gradient on rank {rank} and no OwnerOptimizer lists it, so "
+                "it is not trained. Give it to the optimizer on every rank that holds it, or freeze "
+                "it with requires_grad_(False)",
+                stacklevel=6,
+            )

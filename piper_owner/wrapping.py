@@ -6,15 +6,20 @@ Schedulers, hooks and torch.distributed.checkpoint read and rebind `param_groups
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from piper_owner.stepping import TruthyState
+from piper_owner.errors import ConfigError
+from piper_owner.stepping import TruthyState, check_state_fits
 
 __all__ = ["WrappingOptimizer"]
+
+_CHECKPOINT: Final = "torch.distributed.checkpoint.state_dict"
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
@@ -25,7 +30,6 @@ class WrappingOptimizer(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
-        self._was_state_read = False
         super().__init__([{"params": []}], {})
         self._is_wrapping = True
 
@@ -42,7 +46,6 @@ class WrappingOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizer's state, by parameter; no entry for a replica."""
-        self._was_state_read = True
         state = self._inner.state
         if not len(state):
             is_idle = not any(p.requires_grad for group in self.param_groups for p in group["params"])
@@ -75,10 +78,15 @@ class WrappingOptimizer(torch.optim.Optimizer):
             found = found if changed is None else changed
         return found
 
-    def _load(self, state_dict: dict[str, Any]) -> str:
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What is to be loaded; loads nothing. Raises ConfigError for state of another shape."""
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        check_state_fits(self._inner, state_dict)
+        return state_dict
+
+    def _load(self, state_dict: dict[str, Any]) -> str:
         self._inner.load_state_dict(state_dict)
         self._restore(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -91,15 +99,30 @@ class WrappingOptimizer(torch.optim.Optimizer):
     def _is_making_state(self) -> bool:
         """Whether this step only makes the state, as torch.distributed.checkpoint does before it loads.
 
-        It finds `state` empty, zeroes every lr, and gives every parameter a zero gradient; such a step
-        is local. A warm-up may begin with an lr of 0 too, but nobody reads `state` in between.
+        Such a step is local. A first step of a warm-up may look the same in all but who calls it.
         """
-        if not self._was_state_read or len(self._inner.state):
+        if len(self._inner.state):
             return False
-        if any(float(group.get("lr", 1.0)) for group in self.param_groups):
-            return False
-        live = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return bool(live) and all(p.grad is not None and not p.grad.count_nonzero() for p in live)
+        for group in self.param_groups:
+            lr = group.get("lr", 0.0)
+            if not isinstance(lr, Tensor) and lr:  # a tensor may be on a device, and costs a wait
+                return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_globals.get("__name__") == _CHECKPOINT:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _refuse_plain_scaler(self) -> None:
+        """Raise ConfigError where a torch GradScaler has marked an optimizer that cannot have it."""
+        if "found_inf" in self.__dict__ and getattr(self, "_step_supports_amp_scaling", False):
+            for name in ("found_inf", "grad_scale"):  # as the scaler would do after the step
+                self.__dict__.pop(name, None)
+            raise ConfigError(
+                "a plain torch GradScaler agrees on infinities with no other rank, so one rank would skip "
+                "the step that its peers wait for; use piper_owner.GradScaler, which takes the same arguments"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._inner.__setstate__(state)
