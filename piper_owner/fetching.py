@@ -41,9 +41,15 @@ class Fetching:
 
     def check(self, ids: Sequence[torch.Tensor]) -> None:
         """Raise RowIndexError for an id that this rank cannot fetch. Local; changes nothing."""
-        for tie in self.tied.values():
-            if tie.rows is not None:
-                checked_ids(ids, tie.rows.num_rows, tie.rows.what)
+        self._unique(ids)
+
+    def _unique(self, ids: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The ids, ascending, each once: all of them are in the largest table here, and may be of others."""
+        tables = [tie.rows for tie in self.tied.values() if tie.rows is not None]
+        if not tables:
+            return torch.empty(0, dtype=torch.int64)
+        largest = max(tables, key=lambda table: table.num_rows)
+        return checked_ids(ids, largest.num_rows, largest.what)
 
     def want(self, ids: Sequence[torch.Tensor], *, next_step: bool = False) -> None:
         """Let the next SEND_IDS of each tie ask for the rows of `ids`.
@@ -55,10 +61,11 @@ class Fetching:
             line.flush()
         self._is_next = next_step
         self._has_next |= next_step
+        unique = self._unique(ids)
         for name, tie in self.tied.items():
             if tie.rows is not None:
-                unique = checked_ids(ids, tie.rows.num_rows, tie.rows.what)
-                new, adds = tie.rows.request(unique, next_step=next_step)
+                within = unique[unique < tie.rows.num_rows]
+                new, adds = tie.rows.request(within, next_step=next_step)
                 phase = Phase.NEXT_IDS if next_step else Phase.MORE_IDS if adds else Phase.IDS
                 self._requests[name] = (new, phase)
 

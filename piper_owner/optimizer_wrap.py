@@ -232,10 +232,10 @@ class OwnerOptimizer(WrappingOptimizer):
     def prefetch(self, *ids: Tensor | None, next_step: bool = False) -> None:
         """Fetch the rows that this rank will look up: the ids of all microbatches. Collective.
 
-        ids: tensors of integers of any shape; None, or nothing, on a rank that looks nothing up, where
-            ids are passed over anyhow. Every rank calls it before the first forward, and after each
-            `step`. While a backward of the step is still to come, or a gradient is there, the rows add
-            to those fetched before; otherwise they replace them.
+        ids: tensors of integers of any shape, for all tables together; None, or nothing, on a rank that looks
+            nothing up, where ids are passed over anyhow. Every rank calls it before the first forward, and
+            after each `step`. While a backward of the step is still to come, or a gradient is there, the
+            rows add to those fetched before; otherwise they replace them.
         next_step: the ids are those of the step after this one. Their rows come with the new weights,
             when `step` returns, so that nothing is waited for at its start.
 

@@ -204,9 +204,7 @@ class RowsTable:
         self.ids = self.next_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._slots = self.ids
         self._asked: tuple[Tensor, int] | None = None
-        self._show(
-            torch.empty(0, *columns, dtype=full.dtype, device=device), requires_grad=full.requires_grad
-        )
+        self._show(torch.empty(0, *columns, dtype=full.dtype, device=device), full)
         self.known_ids = self.known_slots = self.ids
         for module in modules:
             module.register_forward_pre_hook(self._enter)
@@ -354,7 +352,7 @@ class RowsTable:
         keeps = self.ids.numel() > 0 or self.is_pending or self._has_grad()
         if keeps:
             rows[:capacity] = self._rows
-        self._show(rows, requires_grad=before.requires_grad)
+        self._show(rows, before)
         if keeps:  # graphs of this step stay with the old table
             self._older.append((before, self.ids.numel()))
             self._move_grad(before)
@@ -367,10 +365,14 @@ class RowsTable:
             moved[: len(grad)] = grad.to_dense() if grad.is_sparse else grad
             self.parameter.grad = moved
 
-    def _show(self, rows: Tensor, *, requires_grad: bool) -> None:
-        """Make `rows` the weight of the modules."""
-        self.parameter = RowsParameter(rows, requires_grad=requires_grad)
+    def _show(self, rows: Tensor, before: nn.Parameter) -> None:
+        """Make `rows` the weight of the modules, with the hooks and attributes of that `before`."""
+        self.parameter = RowsParameter(rows, requires_grad=before.requires_grad)
+        self.parameter.__dict__.update(before.__dict__)
         self.parameter.table = self
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(before, name):
+                setattr(self.parameter, name, hooks)
         for module in self._modules:
             module._parameters["weight"] = self.parameter
 
@@ -390,6 +392,8 @@ class RowsTable:
         """Take the whole table out of what is loaded: this rank does not keep it."""
         self._loading.add(f"{prefix}weight")
         value = state_dict.pop(f"{prefix}weight", None)
+        if isinstance(value, RowsParameter):
+            return  # torch.distributed.checkpoint puts the weight itself where a full state lacks it
         if value is not None and tuple(value.shape) != (self.num_rows, *self._columns):
             raise TieError(
                 f"{self.what}: {prefix}weight to load has shape {tuple(value.shape)}, the table has "

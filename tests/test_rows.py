@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +37,22 @@ def has_rows(found: Found, rank: int) -> bool:
     return any(tie.rows is not None for tie in found.owns[rank].exchange.tied.values())
 
 
-@pytest.mark.parametrize("fetch", ["once", "each", "next"])
-@pytest.mark.parametrize("clip", [(None, 2.0), (0.1, 2.0), (0.01, float("inf"))])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+FETCHES = ("once", "each", "next")
+CLIPS = ((None, 2.0), (0.1, 2.0), (0.01, float("inf")))
+
+
+def some(first: Iterable[Any], *others: Sequence[Any]) -> list[Any]:
+    """Every combination; without --all a few of each of the first, with the others in turn."""
+    found = []
+    for place, one in enumerate(first):
+        for index, rest in enumerate(itertools.product(*others)):
+            is_slow = (index - place) % len(others[-1]) != 0 if len(others) == 1 else (index - place) % 4 != 0
+            marks = [pytest.mark.slow] if is_slow else []
+            found.append(pytest.param(one, *rest, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "clip", "fetch"), some(OPTIMIZERS, CLIPS, FETCHES))
 def test_five_steps_are_those_of_one_process_and_of_the_dense_layout(
     optimizer: str, clip: tuple[float | None, float], fetch: str
 ) -> None:
@@ -88,8 +102,7 @@ MANY: dict[str, Chain] = {
 }
 
 
-@pytest.mark.parametrize("fetch", ["once", "each", "next"])
-@pytest.mark.parametrize("which", MANY)
+@pytest.mark.parametrize(("which", "fetch"), some(MANY, FETCHES))
 def test_any_number_of_uses_anywhere(which: str, fetch: str) -> None:
     chain = replace(MANY[which], fetch=fetch, clip=0.5)
     found = train(chain, DATA)
@@ -124,8 +137,7 @@ CHANGING: dict[str, list[list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("fetch", ["once", "each", "next"])
-@pytest.mark.parametrize("what", CHANGING)
+@pytest.mark.parametrize(("what", "fetch"), some(CHANGING, FETCHES))
 def test_case_48_batches_of_any_size(what: str, fetch: str) -> None:
     for chain in (replace(TWO, fetch=fetch), replace(MANY["padding"], fetch=fetch)):
         assert closeness(train(chain, CHANGING[what]), alone(chain, CHANGING[what])) < 1e-10
@@ -206,4 +218,4 @@ def chains(draw: st.DrawFn) -> tuple[Chain, list[list[Tensor]]]:
 @given(made=chains())
 def test_random_chains_are_one_process(made: tuple[Chain, list[list[Tensor]]]) -> None:
     chain, data = made
-    assert closeness(train(chain, data), alone(chain, data)) < 1e-10
+    assert closeness(train(chain, data, check=False), alone(chain, data)) < 1e-10

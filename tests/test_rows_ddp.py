@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from owners import process_group
 from tiny import one_torch_thread
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,7 +134,12 @@ def one_process(clip: float | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("dp", "wrap", "clip", "fetch"),
-    [(2, True, 0.3, "once"), (2, False, None, "next"), (3, True, None, "next"), (2, True, 0.3, "next")],
+    [
+        (2, True, 0.3, "next"),
+        (3, True, None, "once"),
+        pytest.param(2, False, None, "next", marks=pytest.mark.slow),
+        pytest.param(3, False, 0.3, "once", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_in_pipelines_side_by_side_are_one_process(
     rank_pool: RankPool, dp: int, wrap: bool, clip: float | None, fetch: str
@@ -224,3 +231,42 @@ def automatic(fabric: Fabric) -> list[str]:
 
 def test_one_owner_for_all_keeps_copies_under_auto(rank_pool: RankPool) -> None:
     assert rank_pool.run(4, automatic) == [["dense", "dense"]] * 4
+
+
+def distributed_state(fabric: Fabric) -> None:
+    """torch.distributed.checkpoint.state_dict, on stages one of which keeps rows, and back again."""
+    with process_group(fabric):
+        part = Part(fabric.rank)
+        own = assign_owners(part, TIE, layout="rows")
+        opt = OwnerOptimizer(part.parameters(), torch.optim.AdamW, ownership=own, lr=0.05)
+
+        def step(seed: int) -> None:
+            ids, labels = batch(seed)
+            opt.prefetch(ids if fabric.rank == 0 else None)
+            if fabric.rank == 0:
+                part(ids).sum().backward()
+            else:
+                rows = torch.ones(*ids.shape, 4, dtype=torch.float64)
+                nn.functional.cross_entropy(part(rows).flatten(0, 1), labels.flatten()).backward()
+            opt.step()
+            opt.zero_grad()
+
+        step(0)
+        options = StateDictOptions(full_state_dict=True)
+        model, state = copy.deepcopy(get_state_dict(part, opt, options=options))
+        assert ("head.weight" in model, "embed.weight" in model) == (fabric.rank == 1, False)
+        assert not [key for key in state["state"] if key == "embed.weight"]
+        step(1)
+        right = {name: value.clone() for name, value in part.state_dict().items()}
+        step(2)
+        set_state_dict(part, opt, model_state_dict=model, optim_state_dict=state, options=options)
+        own.sync()
+        assert own.check()
+        step(1)
+        for name, value in part.state_dict().items():
+            assert torch.equal(value, right[name]), name
+        own.close()
+
+
+def test_the_state_goes_through_torchs_distributed_checkpoint(rank_pool: RankPool) -> None:
+    rank_pool.run(2, distributed_state)

@@ -24,6 +24,7 @@ from piper_owner.errors import (
     TieError,
 )
 from piper_owner.optimizer_wrap import OwnerOptimizer
+from piper_owner.rows import RowsTable
 from piper_owner.transport import Fabric
 
 LOOKUP, HEAD = Part(rank=0), Part(rank=1, looks_up=False)
@@ -284,6 +285,66 @@ def test_the_wire_takes_the_dtype_of_the_gradient() -> None:
         num = len(torch.cat(ids).unique())
         assert replica.sent.grads == num * 4 * 4
         assert owner.sent.rows == num * 4 * 2
+
+
+def test_tables_of_two_sizes_share_a_prefetch() -> None:
+    def work(fabric: Fabric) -> None:
+        stage = nn.Module()
+        for name, size in (("words", 20), ("kinds", 3)):
+            if fabric.rank == 0:
+                stage.add_module(name, nn.Embedding(size, 2))
+            else:
+                stage.add_module(f"{name}_head", nn.Linear(2, size, bias=False))
+            nn.init.ones_(next(stage.get_submodule(f"{name}{'_head' * fabric.rank}").parameters()))
+        ties = [(f"{name}.weight", f"{name}_head.weight") for name in ("words", "kinds")]
+        own = assign_over(fabric, stage, ties, layout="rows")
+        opt = OwnerOptimizer(stage.parameters(), torch.optim.SGD, ownership=own, lr=0.25)
+        with pytest.raises(IndexError, match="id 20 is outside the vocabulary of 20"):
+            opt.prefetch(torch.tensor([20]) if fabric.rank == 0 else None)
+        words, kinds = torch.tensor([19, 4]), torch.tensor([2, 2])
+        opt.prefetch(*([words, kinds] if fabric.rank == 0 else [None]))
+        if fabric.rank == 0:
+            (stage.words(words) + stage.kinds(kinds)).sum().backward()  # type: ignore[operator]
+            with pytest.raises(IndexError, match="id 19 is outside the vocabulary of 3"):
+                stage.kinds(words)  # type: ignore[operator]
+        opt.step()
+        assert own.check()
+        if fabric.rank == 1:
+            assert stage.kinds_head.weight[2].tolist() == [0.5, 0.5]  # type: ignore[index, union-attr]
+            assert stage.words_head.weight[2].tolist() == [1.0, 1.0]  # type: ignore[index, union-attr]
+
+    ranks(2, work)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_weight_outlive_a_table_that_grows(register: str, when: str) -> None:
+    torch.manual_seed(0)
+    embed = nn.Embedding(500, 2)
+    calls: list[int] = []
+
+    def hook(value: Tensor) -> None:
+        calls.append(1)
+
+    def table_of() -> RowsTable:
+        return RowsTable([embed], embed.weight, what="a tie", device=torch.device("cpu"))
+
+    embed.weight.no_decay = True  # type: ignore[attr-defined]
+    if when == "before":
+        handle = getattr(embed.weight, register)(hook)
+        table = table_of()
+    else:
+        table = table_of()
+        handle = getattr(embed.weight, register)(hook)
+    for num in (3, 300):
+        wanted, _ = table.request(torch.arange(num))
+        table.fill(iter([(0, len(wanted), torch.zeros(len(wanted), 2))]))
+        embed(torch.tensor([0])).sum().backward()
+    assert len(calls) == 2
+    assert embed.weight.no_decay  # type: ignore[attr-defined]
+    handle.remove()
+    embed(torch.tensor([0])).sum().backward()
+    assert len(calls) == 2
 
 
 # -- between steps

@@ -187,7 +187,12 @@ def test_no_row_before_the_first_fetch_and_then_a_table_that_fits() -> None:
 @pytest.mark.parametrize(
     ("kind", "backend"),
     # aot_eager itself cannot add up the sparse gradients of two lookups in one graph.
-    [("plain", "aot_eager"), ("three-lookups", "eager"), ("three-lookups", "aot_eager"), ("sparse", "eager")],
+    [
+        ("plain", "aot_eager"),
+        ("three-lookups", "eager"),
+        pytest.param("three-lookups", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("sparse", "eager", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_stage_computes_the_same_and_rarely_compiles_again(kind: str, backend: str) -> None:
     torch._dynamo.reset()
