@@ -174,6 +174,8 @@ class Loop:
         self.stage = stage_of(chain, fabric.rank)
         assign = {"layout": chain.layout, "owner": chain.owner, **chain.assign}
         self.own = assign_over(fabric, self.stage, chain.ties, **assign)
+        # No schedule of torch is here, and to look through the process for one takes longer than to train.
+        self.own._is_scaling_checked = True
         self.opt = OwnerOptimizer(
             self.stage.parameters(),
             chain.kind,

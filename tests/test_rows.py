@@ -214,7 +214,7 @@ def chains(draw: st.DrawFn) -> tuple[Chain, list[list[Tensor]]]:
     return chain, data
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(made=chains())
 def test_random_chains_are_one_process(made: tuple[Chain, list[list[Tensor]]]) -> None:
     chain, data = made
