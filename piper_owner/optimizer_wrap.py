@@ -162,7 +162,7 @@ class OwnerOptimizer(WrappingOptimizer):
 
         Raises ExchangeError naming tie, ranks, phase and step when a peer fails, is in another
         step, has frozen another tie, or sends something else; ConfigError under a plain GradScaler on
-        several ranks.
+        several ranks; TieError where a module holds another Parameter by now.
         """
         self._refuse_plain_scaler()
         try:  # not `reporting`: a rank without ties pays for what it does not need
@@ -193,8 +193,8 @@ class OwnerOptimizer(WrappingOptimizer):
         """Load what `state_dict` gave, then give every replica its owner's value. Collective.
 
         Masters and wide state come back bit for bit, in their own dtype. A rank whose state does
-        not fit raises, and so do the others; state of another shape is a ConfigError, before anything
-        has changed. State of a run without masters takes the dtype of the masters.
+        not fit, in its groups or shapes, raises ConfigError, and so do the others, before anything has
+        changed. State of a run without masters takes the dtype of the masters.
         """
         checked: list[dict[str, Any]] = []
 

@@ -127,8 +127,8 @@ def check_made(inner: torch.optim.Optimizer) -> None:
     added = [
         what
         for what, is_there in (
-            ("step pre-hooks", inner._optimizer_step_pre_hooks),
-            ("step post-hooks", inner._optimizer_step_post_hooks),
+            ("step pre-hooks", getattr(inner, "_optimizer_step_pre_hooks", None)),
+            ("step post-hooks", getattr(inner, "_optimizer_step_post_hooks", None)),
             ("a step of its own", "step" in vars(inner)),
         )
         if is_there

@@ -60,15 +60,26 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> in
 
 
 def check_state_fits(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `state_dict` has state of another shape than the parameter it is for. Local.
+    """Raise ConfigError if `state_dict` has other groups, or state of another shape. Local; loads nothing.
 
-    Of classes that are known to keep each state in the shape of its parameter, and of masters. Groups of
-    other lengths are left to `optimizer.load_state_dict`.
+    Shapes are compared for classes that are known to keep each state in that of its parameter, and for
+    masters. An optimizer that loads in a way of its own is left to itself.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    saved_ids = [i for group in state_dict.get("param_groups", ()) for i in group["params"]]
-    if len(saved_ids) != len(parameters):
+    is_own_way = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    if is_own_way or optimizer._optimizer_load_state_dict_pre_hooks:
         return
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ConfigError(f"load_state_dict: no {missing} in what is to be loaded; it is no state_dict()")
+    saved, here = state_dict["param_groups"], optimizer.param_groups
+    lengths = [[len(group["params"]) for group in groups] for groups in (saved, here)]
+    if lengths[0] != lengths[1]:
+        raise ConfigError(
+            f"load_state_dict: the saved groups have {lengths[0]} parameters, and those of this rank "
+            f"{lengths[1]}; load what state_dict() gave on a rank that steps the same parameters"
+        )
+    parameters = [p for group in here for p in group["params"]]
+    saved_ids = [i for group in saved for i in group["params"]]
     is_known = type(optimizer) in (*ELEMENT_WISE, *_SHAPED)
     for index, (saved_id, parameter) in enumerate(zip(saved_ids, parameters, strict=True)):
         for key, value in state_dict["state"].get(saved_id, {}).items():

@@ -376,6 +376,24 @@ def test_state_of_another_shape_changes_nothing(master: torch.dtype | None) -> N
         assert "(3, 5)" in str(error)
 
 
+@pytest.mark.parametrize("wrong", [{}, {"state": {}, "param_groups": [{"params": [0, 1, 2]}]}])
+def test_state_of_other_groups_changes_nothing_on_any_rank(wrong: dict[str, Any]) -> None:
+    def work(fabric: Fabric) -> None:
+        rank = Rank(fabric, torch.optim.AdamW, local=1.0)
+        saved = rank.opt.state_dict()
+        rank.local.grad = torch.ones_like(rank.local)
+        rank.step()
+        before = str(rank.opt.state_dict())
+        try:
+            rank.opt.load_state_dict(wrong if fabric.rank == 1 else saved)
+        finally:
+            assert str(rank.opt.state_dict()) == before
+
+    for error in errors(2, work):
+        assert isinstance(error, ConfigError)
+        assert "load_state_dict: " in str(error)
+
+
 # -- clipping
 
 
