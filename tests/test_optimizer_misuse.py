@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from owners import NAMES, TIE, Rank, Weights, add_grad, errors, near, ranks
+from owners import NAMES, TIE, Rank, Weights, add_grad, errors, near, process_group, ranks
 from tiny import one_torch_thread
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize, prune
 
-from piper_owner.assignment import assign_over
+from piper_owner.assignment import assign_over, assign_owners
 from piper_owner.errors import ConfigError, ExchangeError, TieError
 from piper_owner.optimizer_wrap import OwnerOptimizer
 from piper_owner.transport import Fabric
+
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +114,36 @@ def test_a_parameter_that_is_kept_under_another_name_is_the_same() -> None:
         return weight.item()
 
     assert ranks(2, work) == [near(0.5)] * 2
+
+
+def sharded(fabric: Fabric, replaces: bool) -> bool:
+    """Two ranks shard one stage that holds both names."""
+    with process_group(fabric):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+        module = Weights(dict.fromkeys(NAMES, torch.ones(4, 2)), dtype=torch.float32)
+        module.get_submodule("head").weight = module.get_parameter(NAMES[0])
+        stage = fully_shard(module, mesh=mesh["dp"])
+        own = assign_owners(module, TIE, group=mesh["pp"])
+        opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+        weight = next(module.parameters())
+        weight.grad = torch.ones_like(weight)
+        if replaces:
+            load_assigning(module)
+        else:
+            stage.unshard()  # shows the whole parameter, as a forward pass does
+            assert next(module.parameters()) is not weight
+        try:
+            opt.step()
+        except TieError:
+            return True
+        assert own.check()
+        stage.reshard()
+        return False
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_sharded_parameter_that_is_shown_whole_is_not_replaced(rank_pool: RankPool, replaces: bool) -> None:
+    assert rank_pool.run(2, sharded, replaces) == [replaces] * 2
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
