@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from piper_owner.arguments import check_names, check_uses, ties_of
 from piper_owner.errors import ConfigError, TieError
 from piper_owner.grid import check_grid
 from piper_owner.ownership import LayoutChoice, OwnershipPlan, ParameterUse, Scope, Tie, Use, plan_ownership
 from piper_owner.sharding import check_shards, describe_shards
 from piper_owner.stages import NameMap
-from piper_owner.ties import describe_uses, meta_names
+from piper_owner.ties import describe_uses, meta_names, refuse_shared_names
 
 __all__ = ["TieLike", "describe_stages", "plan_from"]
 
@@ -30,7 +31,10 @@ def describe_stages(
     uses: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """What `rank` says of its stages (stage number -> module) and of `ties`, ready for JSON. Local."""
-    wanted = [tie if isinstance(tie, Tie) else Tie(tuple(tie)) for tie in ties]
+    wanted = ties_of(ties)
+    check_names(names)
+    check_uses(uses)
+    refuse_shared_names(stages, wanted, names)
     found = describe_uses(stages, rank=rank, names=names, uses=_uses(uses))
     return {
         "uses": [_use_to_json(use) for use in found],

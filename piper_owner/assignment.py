@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from piper_owner.answers import TieLike, describe_stages, plan_from
+from piper_owner.arguments import is_timeout, read_settings
 from piper_owner.data_parallel import DataParallel, SideGroup
 from piper_owner.ddp import averages, keep_out
-from piper_owner.errors import ExchangeError, InputError, ReplicaMismatchError
+from piper_owner.errors import ConfigError, ExchangeError, InputError, ReplicaMismatchError
 from piper_owner.exchange import Exchange
 from piper_owner.fetching import keep_rows, value_sources
-from piper_owner.grid import agree_beside, as_scope, check_alike, share_averages
+from piper_owner.grid import agree_beside, check_alike, share_averages
 from piper_owner.norms import add_powers
 from piper_owner.ownership import (
     Layout,
@@ -29,21 +30,23 @@ from piper_owner.ownership import (
     TiePlan,
 )
 from piper_owner.process_groups import fabric_of, side_group
-from piper_owner.sharding import reshard
+from piper_owner.sharding import is_nonzero, reshard
 from piper_owner.stages import (
     NameMap,
     Stage,
+    listed_stages,
     numbered_stages,
     refuse_pending_backwards,
     refuse_scaled_twice,
+    refuse_unscaled,
     scale_shared_once,
 )
 from piper_owner.tied import TiedParameter, refuse_replaced
 from piper_owner.transport import Fabric, Failure, Line
-from piper_owner.transport.agreement import Agreement
+from piper_owner.transport.agreement import Agreement, in_call
 from piper_owner.uniting import tie_here
 
-__all__ = ["Ownership", "TieLike", "assign_over", "assign_owners"]
+__all__ = ["Ownership", "TieLike", "as_ownership", "assign_over", "assign_owners"]
 
 DEFAULT_CHUNK_BYTES: Final = 4 * 2**20
 
@@ -69,6 +72,9 @@ class Ownership:
         self.on_sync: list[Callable[[], None]] = []
         self.pipeline_stages: list[_PipelineStageBase] = []
         """Stages of torch.distributed.pipelining on this rank, as far as they were given."""
+        self.unscaled: dict[int, int] = {}
+        """By stage, the microbatches by which a later pass of its schedule is to divide its gradients."""
+        self._is_closed = False
         self._agreement = agreement
         self._is_scaling_checked = False
         self.step = 0
@@ -83,12 +89,16 @@ class Ownership:
         """Whether this rank owns `tie`."""
         return tie.owner == self.rank and not self.is_follower
 
-    def together(self, work: Callable[[], str]) -> list[str]:
+    def together(self, work: Callable[[], str], call: str) -> list[str]:
         """`work()` of every rank of this pipeline, by rank; an error on one is raised on all. Collective.
+
+        `call` is what an error of the exchange names as the call that waited.
 
         Raises TieError, on every rank, if pipelines side by side answer differently.
         """
-        everyone = self._agreement.everyone(work)
+        self.refuse_closed()
+        with in_call(call):
+            everyone = self._agreement.everyone(work)
         check_alike(everyone)
         return everyone[self._agreement.index]
 
@@ -113,7 +123,7 @@ class Ownership:
         with self.reporting(where):
             is_wrong = self.combine_pipelines(self.combine(float(failed is not None))) > 0
         if is_wrong:
-            self.together(say)
+            self.together(say, where)
 
     def combine(self, value: float, *, largest: bool = False) -> float:
         """The sum, or the largest, of every rank's `value`, added in ascending rank. Collective.
@@ -149,9 +159,14 @@ class Ownership:
         """Raise ConfigError, on every rank, if a schedule of torch has scaled a tie's gradient twice.
 
         Only the first call that finds none looks: it comes before the first exchange. Collective. Every
-        call raises on a rank where the weight half of a backward is still pending.
+        call raises on a rank where the weight half of a backward is still pending, or no pass has divided
+        the gradients by the microbatches; and ExchangeError after `close`.
         """
+        self.refuse_closed()
         refuse_pending_backwards(self.pipeline_stages, self.rank)
+        if self.unscaled:
+            refuse_unscaled(self.pipeline_stages, self.unscaled, is_nonzero)
+            self.unscaled.clear()
         if self._is_scaling_checked:
             return
         shared = {
@@ -167,7 +182,7 @@ class Ownership:
             return ""
 
         if shared:
-            self.together(look)
+            self.together(look, "the first exchange of gradients")
         self._is_scaling_checked = True  # not where it has raised: the gradient is still wrong
 
     def check(self) -> bool:
@@ -176,6 +191,7 @@ class Ownership:
         Raises ReplicaMismatchError with the largest difference, on every holder of the tie; TieError on a
         rank where a module holds another Parameter by now.
         """
+        self.refuse_closed()
         side = self.exchange.side
         try:
             refuse_replaced(self.exchange.tied.values(), self.rank)
@@ -206,6 +222,7 @@ class Ownership:
 
         Call it on every rank after weights were loaded or written. Fetched rows are forgotten.
         """
+        self.refuse_closed()
         with self.reporting("sync"):
             refuse_replaced(self.exchange.tied.values(), self.rank)
             self.exchange.flush()
@@ -268,18 +285,43 @@ class Ownership:
 
     def close(self) -> None:
         """Wait until the peers have all that was sent, then close the lines. Twice is fine."""
+        self._is_closed = True
         try:
             self.exchange.flush()
         finally:
             self.abandon()
+
+    def refuse_closed(self) -> None:
+        """Raise ExchangeError after `close`. Local."""
+        if self._is_closed:
+            raise ExchangeError(
+                f"rank {self.rank}: this Ownership was closed, and its lines to the other ranks with it; "
+                "close it when training has ended. To go on, call assign_owners, and make an OwnerOptimizer, "
+                "on every rank"
+            )
 
     def abandon(self) -> None:
         """Close the lines at once, so that every peer that waits for this rank fails. Local."""
         self.exchange.close()
         self._agreement.close()
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an Ownership holds connections to other ranks and cannot be copied or pickled; share the object "
+            "itself, or call assign_owners again on every rank"
+        )
+
     def __repr__(self) -> str:
         return f"<Ownership of rank {self.rank}: {self.describe()}>"
+
+
+def as_ownership(given: object) -> Ownership:
+    """`given`, if it is an Ownership. Raises ConfigError for anything else. Local."""
+    if not isinstance(given, Ownership):
+        raise ConfigError(
+            f"ownership= is a {type(given).__name__}; give the Ownership that assign_owners returns"
+        )
+    return given
 
 
 def assign_owners(
@@ -302,18 +344,17 @@ def assign_owners(
         Their parameters are named as in the full model, apart from the prefixes of DDP,
         torch.compile and activation checkpointing; `names` maps others.
     ties: from `find_ties(full_model)`, or names, such as `[("embed.weight", "lm_head.weight")]`.
-    group: the pipeline's process group, a one-dimensional DeviceMesh, or None for all ranks
-        (without an initialised process group: a world of one). Ranks here are those of the group.
+    group: the pipeline's process group, a one-dimensional DeviceMesh, or None for all ranks (without an
+        initialised process group: a world of one). Ranks here are those of the group.
     owner: `"auto"`, `"first"`, `"last"`, or a rank, for all ties or by canonical name.
     layout: `"dense"`: every replica keeps a working copy. `"rows"`: one that only looks rows up keeps
         none; it fetches the rows of a step (`OwnerOptimizer.prefetch`), and a rank that uses all of
         the parameter owns it. `"auto"`: rows where that is possible. For all ties or by canonical name.
     uses: overrides how a parameter is used, by name: `"lookup"` or `"dense"`.
-    scope: `"pipeline"`: an owner in each of several equal pipelines; `"global"`: one for all, in the first.
-    dp_group: as `group`, the ranks of this rank's stages in all pipelines, in the order of those. The
-        combined gradient of a tie is averaged over it, once. DistributedDataParallel then leaves ties
-        out where it wraps a stage after this call; before is right too. Without `dp_group` gradients
-        are averaged before they are combined, by DistributedDataParallel or FSDP.
+    scope: `"pipeline"`: an owner in each of several equal pipelines; `"global"`: one for all.
+    dp_group: as `group`, the ranks of this rank's stages in all pipelines, in the order of those. A tie's
+        combined gradient is averaged over it, once. DDP then leaves ties out where it wraps a stage after
+        this call; before is right too. Without, DDP or FSDP averages gradients before they are combined.
     timeout: bounds every wait of one rank for another; by default the group's.
 
     Names that meet on one rank become one Parameter there. A schedule of torch.distributed.pipelining
@@ -325,13 +366,13 @@ def assign_owners(
 
     With rows, the nn.Embedding's weight becomes a compact table, empty before the first prefetch, which
     the stage's `state_dict()` and `load_state_dict` leave out. DDP then needs `dp_group`, and comes after.
-
-    Raises TieError on every rank for a name that no stage holds, a name in two ties, or copies that
-    differ in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
-    PeerTimeoutError if a rank of the group never calls.
+    Raises TieError on every rank for a name of no stage, of two ties or of two Parameters of a stage, or
+    copies unlike in shape, dtype or requires_grad; ConfigError on every rank for bad arguments;
+    PeerTimeoutError if a rank never calls.
     """
+    wait = timeout if is_timeout(timeout) else None  # the others hear of a bad one, too
     return assign_over(
-        fabric_of(group, timeout),
+        fabric_of(group, wait),
         stages,
         ties,
         owner=owner,
@@ -339,10 +380,12 @@ def assign_owners(
         names=names,
         uses=uses,
         scope=scope,
-        side=None if dp_group is None else lambda: side_group(group, dp_group, timeout),
+        side=None if dp_group is None else lambda: side_group(group, dp_group, wait),
+        timeout=timeout,
     )
 
 
+@in_call("assign_owners")
 def assign_over(
     fabric: Fabric,
     stages: Stage | Sequence[Stage],
@@ -355,28 +398,28 @@ def assign_over(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     scope: str = "pipeline",
     side: Callable[[], SideGroup] | None = None,
+    timeout: timedelta | None = None,
 ) -> Ownership:
     """`assign_owners` over any fabric. Collective over its ranks, and those of the group that `side` gives:
-    that is called once, where an error of it reaches all ranks."""
+    that is called once, where an error of it reaches all ranks. A `timeout` is
+    checked, but the fabric's counts."""
     rank, world_size = fabric.rank, fabric.world_size
     everyone = fabric.group(tuple(range(world_size)), "agreement") if world_size > 1 else None
     agreement = Agreement(everyone, rank)
     numbered: dict[int, torch.nn.Module] = {}
+    listed: list[Stage] = []
     sides: list[SideGroup] = []
 
     def describe() -> str:
         if side is not None:
             sides.append(side())
-        numbered.update(numbered_stages(stages, rank=rank, world_size=world_size))
+        settings = read_settings(timeout=timeout, owner=owner, layout=layout, scope=scope)
+        listed.extend(listed_stages(stages, rank))
+        numbered.update(numbered_stages(listed, rank=rank, world_size=world_size))
         reshard(numbered.values())
         answer = describe_stages(numbered, ties, rank=rank, names=names, uses=uses)
-        answer |= {
-            "owner": dict(owner) if isinstance(owner, Mapping) else owner,
-            "layout": dict(layout) if isinstance(layout, Mapping) else layout,
-            "scope": as_scope(scope).value,
-            "side": [[each.fabric.rank, each.fabric.world_size] for each in sides],
-        }
-        return json.dumps(answer)
+        settings["side"] = [[each.fabric.rank, each.fabric.world_size] for each in sides]
+        return json.dumps(answer | settings)
 
     answers: list[dict[str, Any]] = []
 
@@ -395,19 +438,29 @@ def assign_over(
 
     averaged = agreement.everyone(make_one)
     if sides:
-        check_alike(averaged)
-        share_averages(plan, tied, averaged[0])
-        for module in numbered.values():
-            keep_out(module, [tie.parameter for tie in tied.values() if not tie.is_averaged])
-    ownership = _connect(plan, tied, stages, fabric, agreement, sides, chunk_bytes=chunk_bytes)
+        _note_averages(plan, tied, numbered, averaged)
+    ownership = _connect(plan, tied, listed, fabric, agreement, sides, chunk_bytes=chunk_bytes)
     keep_rows(numbered, tied, rank, has_group=bool(sides))
     return ownership
+
+
+def _note_averages(
+    plan: OwnershipPlan,
+    tied: Mapping[str, TiedParameter],
+    stages: Mapping[int, torch.nn.Module],
+    averaged: list[list[str]],
+) -> None:
+    """Which gradients DDP averages, as all ranks of all pipelines say; it leaves out the others. Local."""
+    check_alike(averaged)
+    share_averages(plan, tied, averaged[0])
+    for module in stages.values():
+        keep_out(module, [tie.parameter for tie in tied.values() if not tie.is_averaged])
 
 
 def _connect(
     plan: OwnershipPlan,
     tied: Mapping[str, TiedParameter],
-    stages: Stage | Sequence[Stage],
+    stages: Sequence[Stage],
     fabric: Fabric,
     agreement: Agreement,
     sides: Sequence[SideGroup],
@@ -415,8 +468,7 @@ def _connect(
     chunk_bytes: int,
 ) -> Ownership:
     """Open the lines of `plan` and make all copies equal. Collective."""
-    listed = [stages] if isinstance(stages, torch.nn.Module | _PipelineStageBase) else list(stages)
-    pipeline_stages = [stage for stage in listed if isinstance(stage, _PipelineStageBase)]
+    pipeline_stages = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
     scale_shared_once(pipeline_stages)
     lines = _open_lines(plan.pairs, "tied", fabric, chunk_bytes)
     row_lines = _open_lines(plan.row_pairs, "rows", fabric, chunk_bytes)

@@ -202,7 +202,7 @@ class DataParallel:
             if self.is_lead:
                 chunk = mine.to("cpu", copy=True).contiguous()
             else:
-                chunk = torch.empty(mine.shape, dtype=header.dtype)
+                chunk = torch.empty(mine.shape, dtype=header.dtype, device="cpu")
             with self._naming(header):
                 self._group.broadcast(chunk.view(-1).view(torch.uint8), _LEAD)  # gloo lacks some dtypes
             yield start, stop, chunk.to(mine.device)
@@ -218,7 +218,7 @@ class DataParallel:
     ) -> torch.Tensor:
         """A copy of rows of `grad`, or zeros: nothing is added up in the gradient's own memory."""
         if grad is None:
-            return torch.zeros(rows_of(tie.parameter)[start:stop].shape, dtype=dtype)
+            return torch.zeros(rows_of(tie.parameter)[start:stop].shape, dtype=dtype, device="cpu")
         return rows_of(grad)[start:stop].to("cpu", dtype, copy=True).contiguous()
 
     def _header(self, tie: TiedParameter, phase: Phase, step: int, *, present: bool = True) -> Header:
@@ -229,7 +229,7 @@ class DataParallel:
 
     def _announce(self, header: Header) -> list[bool]:
         """Show `header` to all members, and check theirs; which of them have a payload."""
-        everyone = torch.zeros(self.size, HEADER_BYTES, dtype=torch.uint8)
+        everyone = torch.zeros(self.size, HEADER_BYTES, dtype=torch.uint8, device="cpu")
         everyone[self.index] = header.encode()
         with self._naming(header):
             self._group.all_reduce(everyone)

@@ -47,7 +47,7 @@ class Fetching:
         """The ids, ascending, each once: all of them are in the largest table here, and may be of others."""
         tables = [tie.rows for tie in self.tied.values() if tie.rows is not None]
         if not tables:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         largest = max(tables, key=lambda table: table.num_rows)
         return checked_ids(ids, largest.num_rows, largest.what)
 
@@ -242,7 +242,9 @@ def keep_rows(
     """
     for tie in tied.values():
         if rank == tie.plan.owner:
-            tie.served = {other: torch.empty(0, dtype=torch.int64) for other in tie.plan.row_replicas}
+            tie.served = {
+                other: torch.empty(0, dtype=torch.int64, device="cpu") for other in tie.plan.row_replicas
+            }
         if rank in tie.plan.row_replicas:
             _keep_rows_of(stages, tie, rank, has_group=has_group)
         elif tie.plan.row_replicas and not has_group:

@@ -13,15 +13,7 @@ from piper_owner.tied import TiedParameter
 from piper_owner.transport import Boards, Fabric
 from piper_owner.transport.agreement import Agreement, together
 
-__all__ = ["agree_beside", "as_scope", "check_alike", "check_grid", "share_averages"]
-
-
-def as_scope(scope: str) -> Scope:
-    """The scope of that name. Raises ConfigError."""
-    known = [each.value for each in Scope]
-    if scope not in known:
-        raise ConfigError(f"scope={scope!r}; choose one of {known}")
-    return Scope(scope)
+__all__ = ["agree_beside", "check_alike", "check_grid", "share_averages"]
 
 
 def check_grid(sides: list[list[int] | None], scope: Scope) -> None:

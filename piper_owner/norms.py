@@ -43,7 +43,7 @@ def scale_to(grads: Iterable[Tensor], power: float, max_norm: float, norm_type: 
 
     Returns the norm, a float64 scalar on the CPU.
     """
-    total = torch.tensor(power, dtype=torch.float64)
+    total = torch.tensor(power, dtype=torch.float64, device="cpu")
     total = total if norm_type == math.inf else total ** (1.0 / norm_type)
     # The small constant is that of torch.nn.utils.clip_grad_norm_.
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

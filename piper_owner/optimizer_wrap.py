@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from piper_owner.assignment import Ownership
+from piper_owner.assignment import Ownership, as_ownership
 from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ConfigError, ExchangeError
 from piper_owner.norms import checked_norm, power_over_shards, scale_to
@@ -78,7 +78,7 @@ class OwnerOptimizer(WrappingOptimizer):
         grad_dtype: torch.dtype | None = None,
         **defaults: Any,  # noqa: ANN401 - the options of any optimizer
     ) -> None:
-        self._ownership = ownership
+        self._ownership = ownership = as_ownership(ownership)
         self._exchange = ownership.exchange
         self._grad_dtype = grad_dtype
         self._masters = Masters(master_dtype)
@@ -101,7 +101,7 @@ class OwnerOptimizer(WrappingOptimizer):
             check_made(made[0])  # a partial or a function hid what it is
             return self._listing(groups, made[0])
 
-        answers = ownership.together(prepare)
+        answers = ownership.together(prepare, "OwnerOptimizer")
         super().__init__(made[0])
         self._adopt(answers)
         ownership.on_sync.append(self._masters.refill)
@@ -128,7 +128,7 @@ class OwnerOptimizer(WrappingOptimizer):
             return listing
 
         try:
-            self._adopt(self._ownership.together(add))
+            self._adopt(self._ownership.together(add, "add_param_group"))
         except Exception:
             self._inner.param_groups[:] = before
             raise
@@ -202,8 +202,8 @@ class OwnerOptimizer(WrappingOptimizer):
             checked.append(self._checked(state_dict))
             return ""
 
-        self._ownership.together(check)  # on all ranks before anything changes on one
-        self._ownership.together(lambda: self._load(checked[0]))
+        self._ownership.together(check, "load_state_dict")  # on all ranks before anything changes on one
+        self._ownership.together(lambda: self._load(checked[0]), "load_state_dict")
         with self._ownership.reporting("load_state_dict"):
             self._exchange.flush()
             differed = self._exchange.share_values(warn=False, from_owner=True)
@@ -287,7 +287,7 @@ class OwnerOptimizer(WrappingOptimizer):
         tied = {id(t.parameter.grad if t.wide_grad is None else t.wide_grad) for t in self._ties.values()}
         alone = [grad for grad in grads if side is None or id(grad) not in tied]
         of_ties = [grad for grad in grads if side is not None and id(grad) in tied]
-        with self._ownership.reporting(f"the global norm of step {self._ownership.step}"):
+        with self._ownership.reporting(f"clip_grad_norm_, the global norm of step {self._ownership.step}"):
             power = power_over_shards(self._held(), alone, norm_type, counted=groups)
             tied_power = power_over_shards((), of_ties, norm_type)
             power = self._ownership.combine_power(power, tied_power, largest=is_inf, groups=groups)

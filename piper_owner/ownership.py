@@ -378,9 +378,13 @@ def _check_names(ties: Sequence[Tie], uses: Sequence[ParameterUse]) -> None:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=3)
                 hint = (
-                    f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {known[:8]}"
+                    f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {known[:8]}."
                 )
-                raise TieError(f"no stage holds {name!r} of the tie {tie.names}; {hint}")
+                raise TieError(
+                    f"no stage holds {name!r} of the tie {tie.names}; {hint} Stages name their parameters "
+                    "as the full model does; if yours do not, as an nn.Sequential of layers, give "
+                    "assign_owners names={name in the stage: name in the model}"
+                )
 
 
 def _check_alike(tie: Tie, uses: Sequence[ParameterUse]) -> None:

@@ -26,6 +26,7 @@ class Prefetcher:
 
     def fetch(self, ids: Sequence[Tensor | None], *, next_step: bool, is_exchanged: bool) -> None:
         """See `OwnerOptimizer.prefetch`; `is_exchanged`: gradients of this step were sent. Collective."""
+        self._ownership.refuse_closed()
         if not self._has_rows:
             return
         start, step = time.perf_counter(), self._ownership.step

@@ -105,7 +105,7 @@ class Replicas:
             worst = 0.0
             if not same_bits(theirs, mine):
                 worst = largest_difference(theirs, mine)
-            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
+            line.send(verdict, torch.tensor([worst], dtype=torch.float64, device="cpu"))
             answer = line.receive(verdict).tensor()
             assert answer is not None
             line.flush()
@@ -120,7 +120,7 @@ class Replicas:
         answers = [line.receive(verdict).tensor() for line in lines]
         worst = max((float(answer) for answer in answers if answer is not None), default=0.0)
         for line in lines:
-            line.send(verdict, torch.tensor([worst], dtype=torch.float64))
+            line.send(verdict, torch.tensor([worst], dtype=torch.float64, device="cpu"))
             line.flush()
         return worst
 

@@ -55,7 +55,7 @@ def checked_ids(ids: Sequence[Tensor], num_rows: int, what: str) -> Tensor:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RowIndexError(f"{what}: ids[{index}] is {kind}; ids are tensors of integers")
         flat.append(tensor.detach().reshape(-1).to(torch.int64))
-    unique = torch.unique(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.int64)
+    unique = torch.unique(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.int64, device="cpu")
     if unique.numel():
         for wrong in (int(unique[0]), int(unique[-1])):
             if not 0 <= wrong < num_rows:

@@ -24,6 +24,7 @@ from piper_owner.stages import NameMap, named_places
 __all__ = [
     "check_shards",
     "describe_shards",
+    "is_nonzero",
     "is_sharded",
     "like",
     "local_of",
@@ -44,6 +45,12 @@ def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`, detached and over the same memory; all of it if it is no DTensor."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_nonzero(tensor: Tensor) -> bool:
+    """Whether this rank's part of `tensor`, maybe a sparse one, has an element that is not 0. Local."""
+    local = local_of(tensor)
+    return bool((local.coalesce().values() if local.is_sparse else local).count_nonzero())
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -199,9 +206,9 @@ def reduce_over(groups: Iterable[dist.ProcessGroup], value: float, *, largest: b
     """The sum, or the largest, of `value` over all ranks of `groups`. Collective over each in turn."""
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     # Beside the value whether one was NaN, which a maximum may lose.
-    total = torch.tensor([value, 0.0], dtype=torch.float64)
+    total = torch.tensor([value, 0.0], dtype=torch.float64, device="cpu")
     if largest and math.isnan(value):
-        total = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        total = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
     for group in groups:
         devices = group._device_types
         cpu = torch.device("cpu")

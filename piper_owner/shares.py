@@ -53,7 +53,7 @@ class RowsShare:
         """Those of its rows that are among `start` to `stop`."""
         if self._rows is None:
             self._rows = self._receive()
-        first, last = torch.searchsorted(self._ids, torch.tensor([start, stop])).tolist()
+        first, last = torch.searchsorted(self._ids, torch.tensor([start, stop], device="cpu")).tolist()
         places = self._ids[first:last] - start
         values = self._rows.index_select(0, self._order[first:last])
         return RowPart(places.to(self._device), values.to(self._device))
@@ -74,7 +74,7 @@ class RowsShare:
 
     def _receive(self) -> torch.Tensor:
         header = self._message.header
-        whole = torch.empty(header.shape, dtype=header.dtype)
+        whole = torch.empty(header.shape, dtype=header.dtype, device="cpu")
         whole = whole.view(header.num_rows, math.prod(header.shape[1:]))
         for start, stop, rows in self._message.chunks():
             whole[start:stop] = rows

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -14,13 +15,16 @@ from piper_owner.errors import ConfigError
 from piper_owner.rows import RowsParameter
 
 __all__ = [
+    "WRAPPERS",
     "NameMap",
     "Stage",
     "full_name",
+    "listed_stages",
     "named_places",
     "numbered_stages",
     "refuse_pending_backwards",
     "refuse_scaled_twice",
+    "refuse_unscaled",
     "scale_shared_once",
 ]
 
@@ -30,16 +34,19 @@ Stage = nn.Module | _PipelineStageBase
 NameMap = Mapping[str, str] | Callable[[str], str]
 """From a parameter's name in its stage to its name in the full model."""
 
-_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+WRAPPERS: Final = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Name parts that DDP, torch.compile and activation checkpointing put in front of what they wrap."""
 
 
 def full_name(name: str, names: NameMap | None = None) -> str:
     """`name` without the wrappers' parts, and mapped by `names` where that knows it."""
-    bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
     if names is None:
         return bare
-    return names(bare) if callable(names) else names.get(bare, bare)
+    found: object = names(bare) if callable(names) else names.get(bare, bare)
+    if not isinstance(found, str) or not found:
+        raise ConfigError(f"names= gives {found!r} for {bare!r}; give the name in the full model, a string")
+    return found
 
 
 def named_places(stage: nn.Module, names: NameMap | None = None) -> Iterator[tuple[str, nn.Module, str]]:
@@ -53,7 +60,20 @@ def named_places(stage: nn.Module, names: NameMap | None = None) -> Iterator[tup
                 yield full_name(f"{path}.{leaf}" if path else leaf, names), module, leaf
 
 
-def numbered_stages(stages: Stage | Sequence[Stage], *, rank: int, world_size: int) -> dict[int, nn.Module]:
+def listed_stages(stages: Stage | Iterable[Stage], rank: int) -> list[Stage]:
+    """`stages` as a list. Raises ConfigError for what is neither a stage nor holds any."""
+    if isinstance(stages, nn.Module | _PipelineStageBase):
+        return [stages]
+    given: object = stages
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ConfigError(
+            f"stages on rank {rank} is a {type(given).__name__}: give the stage's module, its PipelineStage, "
+            "a list of them, or [] on a rank that has none"
+        )
+    return list(given)
+
+
+def numbered_stages(listed: Sequence[Stage], *, rank: int, world_size: int) -> dict[int, nn.Module]:
     """This rank's modules by stage number, ascending.
 
     A PipelineStage knows its number. The i-th plain module of rank r is taken for stage
@@ -62,7 +82,6 @@ def numbered_stages(stages: Stage | Sequence[Stage], *, rank: int, world_size: i
 
     Raises ConfigError for anything else, and for a stage number twice.
     """
-    listed = [stages] if isinstance(stages, nn.Module | _PipelineStageBase) else list(stages)
     numbered: dict[int, nn.Module] = {}
     for index, stage in enumerate(listed):
         if isinstance(stage, _PipelineStageBase):
@@ -149,6 +168,29 @@ def refuse_pending_backwards(stages: Sequence[_PipelineStageBase], rank: int) ->
             raise ConfigError(
                 f"rank {rank}: the weight-backward of microbatch {min(pending)} of stage "
                 f"{stage.stage_index} is still pending, so gradients are not whole; step after it"
+            )
+
+
+def refuse_unscaled(
+    stages: Sequence[_PipelineStageBase],
+    passes: Mapping[int, int],
+    is_nonzero: Callable[[torch.Tensor], bool],
+) -> None:
+    """Raise ConfigError if gradients of `stages` still await the division by their microbatches. Local.
+
+    `passes`: by stage, the number of microbatches of passes that left it to a later one; `is_nonzero`
+    tells whether a gradient is there: one that was zeroed is not.
+    """
+    for stage in stages:
+        if stage.stage_index not in passes:
+            continue
+        grads = [parameter.grad for parameter in stage.submod.parameters()]
+        if any(grad is not None and is_nonzero(grad) for grad in grads):
+            raise ConfigError(
+                f"stage {stage.stage_index}: every schedule.step since the last opt.step() ran in "
+                "opt.no_sync(), so its gradients are sums that were never divided by the "
+                f"{passes[stage.stage_index]} microbatches. Leave the last pass before opt.step() out of "
+                "no_sync, also where the data ends in the middle of an accumulation"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,29 +12,55 @@ from torch import nn
 from piper_owner.errors import TieError
 from piper_owner.ownership import ParameterUse, Tie, Use
 from piper_owner.sharding import is_sharded, local_of
-from piper_owner.stages import NameMap, named_places
+from piper_owner.stages import WRAPPERS, NameMap, full_name, named_places
 
-__all__ = ["allocated", "describe_uses", "find_ties", "meta_names", "unite"]
+__all__ = ["allocated", "describe_uses", "find_ties", "meta_names", "refuse_shared_names", "unite"]
 
 
 def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     """The ties of `model`: names that reach the same Parameter object, in registration order.
 
-    Works on the meta device too. Local.
+    Works on the meta device too. Names are those that `assign_owners` knows: without the parts of DDP,
+    torch.compile and activation checkpointing. Local.
 
     Raises TieError for two Parameter objects that overlap in memory without being one: autograd
-    would give each a gradient of its own.
+    would give each a gradient of its own; and for a tied name that is another parameter's without
+    those parts.
     """
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, None]] = {}
     distinct: dict[str, nn.Parameter] = {}
     # The model keeps every parameter alive here, so no id can have been freed and reused.
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        group = names.setdefault(id(parameter), [])
+    for long_name, parameter in model.named_parameters(remove_duplicate=False):
+        group = names.setdefault(id(parameter), {})
         if not group:
-            distinct[name] = parameter
-        group.append(name)
+            distinct[long_name] = parameter
+        group[full_name(long_name)] = None
     _check_overlap(distinct)
-    return tuple(Tie(tuple(group)) for group in names.values() if len(group) > 1)
+    ties = tuple(Tie(tuple(group)) for group in names.values() if len(group) > 1)
+    refuse_shared_names({0: model}, ties)
+    return ties
+
+
+def refuse_shared_names(
+    stages: Mapping[int, nn.Module], ties: Iterable[Tie], names: NameMap | None = None
+) -> None:
+    """Raise TieError if a name of `ties` is that of two Parameters in one of `stages`. Local."""
+    wanted = {name for tie in ties for name in tie.names}
+    for stage in stages.values():
+        found: dict[str, tuple[str, nn.Parameter]] = {}
+        for place in stage.named_modules(remove_duplicate=False):
+            for leaf, parameter in place[1]._parameters.items():
+                long_name = f"{place[0]}.{leaf}" if place[0] else leaf
+                if parameter is None or (name := full_name(long_name, names)) not in wanted:
+                    continue
+                other, known = found.setdefault(name, (long_name, parameter))
+                if known is not parameter:
+                    raise TieError(
+                        f"{other!r} and {long_name!r} are two Parameters of one stage, and both are "
+                        f"{name!r} by their full name: the name parts {', '.join(sorted(WRAPPERS))} are left "
+                        "out, as those of wrappers, and names= maps what remains. Rename one of the modules, "
+                        "or let names= give each its own name"
+                    )
 
 
 def _check_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -73,7 +99,7 @@ def _share_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
     """
     if one.is_contiguous() and two.is_contiguous():
         return True
-    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
     _bytes_of(one, taken).fill_(True)
     return bool(_bytes_of(two, taken).any())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,7 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from piper_owner.assignment import Ownership, assign_over, assign_owners
-from piper_owner.errors import ConfigError, PeerLostError, PeerTimeoutError, TieError
+from piper_owner.errors import ConfigError, ExchangeError, PeerLostError, PeerTimeoutError, TieError
+from piper_owner.executor.local import run_threads
 from piper_owner.optimizer_wrap import OwnerOptimizer
 from piper_owner.ownership import Tie
 from piper_owner.ties import find_ties
@@ -236,17 +240,61 @@ def test_case_44_every_rank_names_the_one_that_failed(rank_pool: RankPool) -> No
         ({"owner": 7}, "rank 7 cannot own"),
         ({"owner": "middle"}, "choose one of"),
         ({"owner": {"other.weight": 0}}, "other.weight"),
+        ({"owner": {0: 1}}, "owner= has the key 0 (int)"),
+        ({"owner": {NAMES[0]: 1.5}}, "owner['embed.weight'] is 1.5 (float)"),
+        ({"owner": torch.device("cpu")}, "owner is device(type='cpu')"),
+        ({"layout": {(1,): "rows"}}, "layout= has the key (1,) (tuple)"),
         ({"uses": {NAMES[0]: "rows"}}, "choose one of ['lookup', 'dense']"),
+        ({"uses": {1: "dense"}}, "uses={1: 'dense'}: give a mapping"),
+        ({"uses": ["dense"]}, "uses=['dense']: give a mapping"),
+        ({"names": "embed.weight"}, "names='embed.weight': give a mapping"),
+        ({"names": lambda name: None}, "names= gives None for"),
+        ({"scope": ["global"]}, "scope=['global']; choose one of"),
+        ({"timeout": 5}, "timeout=5: give a positive datetime.timedelta"),
+        ({"ties": None}, "ties=None: give a list of ties"),
+        ({"ties": NAMES[0]}, "ties='embed.weight': give a list of ties"),
+        ({"ties": Tie(NAMES)}, "give a list of ties"),
+        ({"stages": 5}, "stages on rank"),
+        ({"stages": None}, "stages on rank"),
     ],
     ids=str,
 )
 def test_bad_arguments_are_refused_on_every_rank(arguments: dict[str, Any], said: str) -> None:
     def work(fabric: Fabric) -> None:
-        assign_over(fabric, Weights({NAMES[fabric.rank]: 1.0}), TIE, **arguments)
+        given = {"stages": Weights({NAMES[fabric.rank]: 1.0}), "ties": TIE, **arguments}
+        assign_over(fabric, **given)
 
     for error in errors(2, work):
         assert isinstance(error, ConfigError)
         assert said in str(error)
+
+
+def bad_timeouts(fabric: Fabric) -> list[str]:
+    said = []
+    with process_group(fabric):
+        for timeout in (5, timedelta(0), timedelta(seconds=-1)):
+            given: Any = timeout if fabric.rank == 1 else None
+            try:
+                assign_owners(Weights({NAMES[fabric.rank]: 1.0}), TIE, timeout=given)
+            except ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_bad_timeout_is_told_to_every_rank(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, bad_timeouts)
+    assert first == [f"rank 1 failed: {text}" for text in second]
+    assert [text.split(": give")[0] for text in second] == [
+        "timeout=5",
+        "timeout=datetime.timedelta(0)",
+        "timeout=datetime.timedelta(days=-1, seconds=86399)",
+    ]
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_an_optimizer_needs_an_ownership(given: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigError, match=r"give the Ownership that assign_owners returns"):
+        OwnerOptimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD, ownership=given, lr=0.1)
 
 
 def test_a_stage_that_is_none_is_an_error_on_both() -> None:
@@ -279,6 +327,10 @@ def test_ranks_that_were_told_different_things(what: str) -> None:
         ([NAMES, (NAMES[1], "own.weight")], "stands in two ties"),
         ([("embed.weight", "embed.weight")], "lists each name once"),
         ([()], "at least one"),
+        (list(NAMES), "a tie is a tuple of names"),
+        ([NAMES, 3], "ties= has 3 in it"),
+        ([("embed.weight", 3)], "made of parameter names, not 3"),
+        ([("0.weight", NAMES[1])], "give assign_owners names={name in the stage: name in the model}"),
     ],
     ids=str,
 )
@@ -309,6 +361,127 @@ def test_wrappers_prefixes_are_stripped() -> None:
         return train(own, inner, NAMES[fabric.rank], 2.0 + fabric.rank)
 
     assert ranks(2, work) == [near(0.5)] * 2
+
+
+@pytest.mark.parametrize("how", ["wrapper", "names"])
+def test_two_parameters_of_one_name_are_refused_on_every_rank(how: str) -> None:
+    def work(fabric: Fabric) -> None:
+        module = Weights({NAMES[fabric.rank]: 1.0})
+        names = None
+        if fabric.rank == 1 and how == "wrapper":
+            module.get_submodule("head").add_module("module", nn.Linear(1, 1, bias=False).double())
+        elif fabric.rank == 1:
+            module.add_module("other", nn.Linear(1, 1, bias=False).double())
+            names = {"other.weight": NAMES[1]}
+        assign_over(fabric, module, TIE, names=names)
+
+    other = "head.module.weight" if how == "wrapper" else "other.weight"
+    for error in errors(2, work):
+        assert isinstance(error, TieError)
+        assert f"'head.weight' and {other!r} are two Parameters of one stage" in str(error)
+
+
+def test_one_parameter_under_one_name_twice_and_two_untied_ones_are_fine() -> None:
+    def work(fabric: Fabric) -> float:
+        module = Weights({NAMES[fabric.rank]: 1.0, "own.weight": 1.0})
+        module.get_submodule("own").add_module("module", nn.Linear(1, 1, bias=False).double())
+        part = module.get_submodule(NAMES[fabric.rank].split(".")[0])
+        part.add_module("module", nn.Module())
+        part.get_submodule("module").register_parameter("weight", module.get_parameter(NAMES[fabric.rank]))
+        return train(assign_over(fabric, module, TIE), module, NAMES[fabric.rank], 2.0 + fabric.rank)
+
+    assert ranks(2, work) == [near(0.5)] * 2
+
+
+def test_a_model_with_a_part_called_module() -> None:
+    parts = nn.ModuleDict({"e": nn.Embedding(4, 2), "h": nn.Linear(2, 4, bias=False)})
+    parts["h"].weight = parts["e"].weight
+    ties = find_ties(nn.ModuleDict({"module": parts}))
+
+    def work(fabric: Fabric) -> str:
+        name = "eh"[fabric.rank]
+        stage = nn.ModuleDict({"module": nn.ModuleDict({name: copy.deepcopy(parts[name])})})
+        return assign_over(fabric, stage, ties).describe().splitlines()[0]
+
+    assert ranks(2, work) == ["e.weight = h.weight: one parameter, 4 x 2 float32"] * 2
+
+
+def test_a_default_device_does_not_matter() -> None:
+    def work(fabric: Fabric) -> float:
+        module = Weights({NAMES[fabric.rank]: 1.0})
+        with torch.device("meta"):
+            return train(assign_over(fabric, module, TIE), module, NAMES[fabric.rank], 2.0 + fabric.rank)
+
+    assert ranks(2, work) == [near(0.5)] * 2
+
+
+# -- afterwards
+
+
+def test_a_closed_ownership_says_so_whatever_it_is_asked() -> None:
+    def work(fabric: Fabric) -> list[str]:
+        module = Weights({NAMES[fabric.rank]: 1.0} if fabric.rank < 2 else {"own.weight": 1.0})
+        own = assign_over(fabric, module, TIE)
+        opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+        own.close()
+        said = []
+        for call in (
+            opt.step,
+            own.check,
+            lambda: opt.clip_grad_norm_(1.0),
+            lambda: opt.prefetch(torch.tensor([0])),
+            own.sync,
+            lambda: opt.load_state_dict(opt.state_dict()),
+            lambda: OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1),
+        ):
+            with pytest.raises(ExchangeError) as caught:
+                call()
+            said.append(str(caught.value))
+        return said
+
+    for rank, said in enumerate(ranks(3, work)):
+        assert all(f"rank {rank}: this Ownership was closed" in text for text in said), said
+
+
+def test_an_ownership_is_not_copied() -> None:
+    own = assign_owners(Weights({name: 1.0 for name in NAMES}), TIE)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an Ownership holds connections to other ranks"):
+            attempt(own)
+
+
+@pytest.mark.parametrize("call", ["assign_owners", "OwnerOptimizer", "clip_grad_norm_"])
+def test_a_wait_says_in_which_call_and_for_whom(call: str) -> None:
+    others_fail = threading.Event()
+
+    def work(fabric: Fabric) -> str:
+        def stay_away(where: str) -> bool:
+            if call == where and fabric.rank == 2:
+                others_fail.wait(30.0)
+            return call == where and fabric.rank == 2
+
+        module = Weights({NAMES[fabric.rank]: 1.0} if fabric.rank < 2 else {"own.weight": 1.0})
+        try:
+            if stay_away("assign_owners"):
+                return ""
+            own = assign_over(fabric, module, TIE)
+            if stay_away("OwnerOptimizer"):
+                return ""
+            opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
+            if stay_away("clip_grad_norm_"):
+                return ""
+            opt.clip_grad_norm_(1.0)
+        except PeerTimeoutError as error:
+            others_fail.set()
+            return str(error)
+        except PeerLostError as error:  # of the two that wait, one is the first to give up
+            return str(error)
+        raise AssertionError("nobody waited")
+
+    first, second, _ = run_threads(3, work, timeout=timedelta(seconds=1))
+    assert call in first
+    assert call in second
+    assert "rank 0 waited 1 s for ranks 1, 2" in first or "rank 1 waited 1 s for ranks 0, 2" in second
 
 
 def test_uses_and_description() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from typing import Any, Final
 
 import pytest
@@ -164,6 +165,67 @@ def test_a_second_pass_outside_no_sync_is_refused_and_can_be_skipped(rank_pool: 
     for rank, (message, weights) in enumerate(rank_pool.run(2, run_twice, case)):
         assert f"rank {rank}: a second backward pass in step 0" in message
         assert "opt.no_sync()" in message
+        assert all(float((value - reference[name]).abs().max()) < 1e-10 for name, value in weights.items())
+
+
+def step_after_no_sync(fabric: Fabric, case: Case, odd: tuple[int, ...]) -> str:
+    """The passes of the ranks `odd` are all in no_sync."""
+    with loop(fabric, case) as here:
+        before = weights_of(here.modules)
+        with ExitStack() as stack:
+            if fabric.rank in odd:
+                stack.enter_context(here.opt.no_sync())
+            here.run()
+        try:
+            here.opt.step()
+        except po.PiperOwnerError as error:
+            after = weights_of(here.modules)
+            is_ours = fabric.rank in odd
+            assert not is_ours or all(torch.equal(after[name], value) for name, value in before.items())
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "num", "odd"),
+    [("Schedule1F1B", 2, (0, 1)), ("Schedule1F1B", 3, (0, 2)), ("ScheduleZBVZeroBubble", 2, (1,))],
+)
+def test_a_step_of_gradients_that_no_pass_has_divided_is_refused(
+    rank_pool: RankPool, name: str, num: int, odd: tuple[int, ...]
+) -> None:
+    case = Case(schedule=name, ranks=num, shares_layers=False)
+    for rank, error in enumerate(rank_pool.run(num, step_after_no_sync, case, odd)):
+        if 0 < rank < num - 1:  # it holds no tie, and its own gradients are right
+            assert rank not in odd
+            continue
+        assert "opt.no_sync()" in error
+        assert "never divided by the 8 microbatches" in error
+        assert error.startswith("ConfigError: stage" if rank in odd else "PeerLostError"), error
+
+
+def discard_then_train(fabric: Fabric, case: Case) -> dict[str, Tensor]:
+    with loop(fabric, case) as here:
+        with here.opt.no_sync():
+            here.run(0, 1)
+        here.opt.zero_grad(set_to_none=False)
+        here.opt.step()  # of zeros
+        here.opt.zero_grad()
+        for step in range(STEPS):
+            if not case.scale_grads:  # then there is nothing to divide by
+                with here.opt.no_sync():
+                    here.run(step)
+            else:
+                here.run(step)
+            here.opt.step()
+            here.opt.zero_grad()
+        return weights_of(here.modules)
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+def test_a_pass_in_no_sync_may_be_thrown_away(rank_pool: RankPool, scale_grads: bool) -> None:
+    case = Case(schedule="ScheduleInterleaved1F1B", ranks=2, scale_grads=scale_grads)
+    reference = alone(case)
+    for weights in rank_pool.run(2, discard_then_train, case):
         assert all(float((value - reference[name]).abs().max()) < 1e-10 for name, value in weights.items())
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -359,3 +360,14 @@ def test_command_proves_its_result(tmp_path: Path) -> None:
     assert max(map(len, out.splitlines())) <= 80
     assert "Traceback" not in errors
     assert "raylet" not in errors, "Ray's own words are noise here"
+
+
+def test_python_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "piper_owner", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.startswith("piper-owner ")

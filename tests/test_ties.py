@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from piper_owner.errors import TieError
 from piper_owner.models.gpt import TIE, GPTConfig, build_model, build_stage
@@ -34,6 +35,28 @@ def test_ties_are_found_by_identity(device: str) -> None:
     with torch.device(device):
         assert find_ties(Both()) == (Tie(("embed.weight", "head.weight")),)
         assert find_ties(Both(tied=False)) == ()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+def test_names_are_without_the_parts_of_wrappers() -> None:
+    expected = (Tie(("embed.weight", "head.weight")),)
+    assert find_ties(torch.compile(Both())) == expected
+    model = Both()
+    model.head = checkpoint_wrapper(model.head)
+    assert find_ties(nn.ModuleDict({"module": model})) == expected
+    shared = nn.Linear(2, 2, bias=False)
+    assert find_ties(nn.ModuleDict({"a": shared, "b": nn.ModuleDict({"module": shared})})) == (
+        Tie(("a.weight", "b.weight")),
+    )
+
+
+def test_a_tied_name_that_is_another_parameters_without_wrappers_is_refused() -> None:
+    model = Both()
+    model.head.add_module("module", nn.Linear(4, 6, bias=False))
+    with pytest.raises(TieError, match=r"'head.weight' and 'head.module.weight' are two Parameters"):
+        find_ties(model)
+    model.head.module = model.embed
+    assert find_ties(model) == (Tie(("embed.weight", "head.weight")),)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -487,7 +487,7 @@ def test_a_member_that_dies_fails_all_reduce_on_every_other_at_once(ranks: Ranks
     assert sorted(results) == sorted({0, 1, 2} - {dying})
     for rank, (kind, text, seconds) in results.items():
         assert kind == "PeerLostError", text
-        assert f"rank {rank} lost ranks (0, 1, 2)" in text
+        assert f"rank {rank} lost ranks {', '.join(str(r) for r in range(3) if r != rank)}" in text
         assert text.endswith(f"rank {dying} failed first, at CLIP: KeyboardInterrupt: ")
         assert seconds < PATIENT / 2
 
@@ -507,7 +507,7 @@ def test_all_reduce_that_runs_out_of_time_names_ranks_and_seconds(rank_pool: Ran
     kind, text, seconds = ranks.survivors(2, _reduce_alone, wait=SHORT)[0]
     assert kind in ("PeerTimeoutError", "PeerLostError")
     assert "rank 0" in text
-    assert "ranks (0, 1)" in text
+    assert "for rank 1, which" in text or "lost rank 1 (" in text
     assert seconds < SHORT + 3
 
 

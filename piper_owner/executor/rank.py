@@ -236,7 +236,7 @@ class RankExecutor:
         """Scale all gradients so that their global L2 norm is at most `clip`; a tie counts once."""
         assert self.clip is not None
         self.exchange.finalize_grads(self.step)
-        square = torch.zeros(1, dtype=torch.float64)
+        square = torch.zeros(1, dtype=torch.float64, device="cpu")
         for parameter in self._counted():
             if parameter.grad is not None:
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2

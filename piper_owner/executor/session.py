@@ -127,8 +127,8 @@ def _agree(digest: str, fabric: Fabric) -> None:
         return
     ranks = tuple(range(fabric.world_size))
     group = fabric.group(ranks, "agreement")
-    words = torch.zeros(fabric.world_size, 4, dtype=torch.int64)
-    words[fabric.rank] = torch.tensor([int(digest[i : i + 8], 16) for i in range(0, 32, 8)])
+    words = torch.zeros(fabric.world_size, 4, dtype=torch.int64, device="cpu")
+    words[fabric.rank] = torch.tensor([int(digest[i : i + 8], 16) for i in range(0, 32, 8)], device="cpu")
     group.all_reduce(words)
     group.close()
     different = [rank for rank in ranks if not torch.equal(words[rank], words[fabric.rank])]

@@ -51,7 +51,8 @@ def attach(schedule: _PipelineSchedule, opt: OwnerOptimizer) -> None:
     - gradients may be accumulated: put all `schedule.step` before an `opt.step()` but the last into
       `with opt.no_sync():`. With `scale_grads` each one then counts as its own mean (without
       `attach`, torch scales earlier ones again: use `scale_grads=False` there). A second one
-      that is not in `no_sync` raises ConfigError, on every rank, before it computes anything.
+      that is not in `no_sync` raises ConfigError, on every rank, before it computes anything; so
+      does an `opt.step()` before which all of them were in `no_sync`, with `scale_grads`.
 
     `opt.step()` returns with the new weights, as without. On a rank that leaves `attach` out
     gradients leave in `opt.step()`. Attaching another schedule over the same stages is fine.
@@ -163,10 +164,17 @@ class _Reducer:
 
     def __call__(self, grad_scale_factor: int) -> None:
         # `schedule.eval` comes here too, and what accumulates is scaled once, with the last pass.
-        if not self._stage.has_backward or not self._progress.opt.is_syncing:
+        stage, opt = self._stage, self._progress.opt
+        if not stage.has_backward:
             self._reduce(1)
             return
+        if not opt.is_syncing:
+            self._reduce(1)
+            if grad_scale_factor != 1:
+                opt.ownership.unscaled[stage.stage_index] = grad_scale_factor
+            return
         self._reduce(grad_scale_factor)
+        opt.ownership.unscaled.pop(stage.stage_index, None)
         self._progress.finish(self._stage.stage_index)
 
 

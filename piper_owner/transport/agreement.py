@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from piper_owner import errors
-from piper_owner.errors import MessageMismatchError, PiperOwnerError
+from piper_owner.errors import ExchangeError, MessageMismatchError, PiperOwnerError
 from piper_owner.transport.base import Group
 
-__all__ = ["Agreement", "combine", "gather_texts", "together"]
+__all__ = ["Agreement", "combine", "gather_texts", "in_call", "together"]
+
+
+@contextmanager
+def in_call(call: str) -> Iterator[None]:
+    """Let an error of the exchange inside say that `call` is what waited. Local."""
+    try:
+        yield
+    except ExchangeError as error:
+        error.args = (f"{call}: {error}",)
+        raise
 
 
 def gather_texts(group: Group | None, rank: int, text: str) -> list[str]:
@@ -24,12 +35,12 @@ def gather_texts(group: Group | None, rank: int, text: str) -> list[str]:
         return [text]
     mine = group.ranks.index(rank)
     data = text.encode()
-    lengths = torch.zeros(len(group.ranks), dtype=torch.int64)
+    lengths = torch.zeros(len(group.ranks), dtype=torch.int64, device="cpu")
     lengths[mine] = len(data)
     group.all_reduce(lengths)
     # A sum in which each rank fills its own part and the others leave zeros.
     stops = lengths.cumsum(0)
-    everything = torch.zeros(int(stops[-1]), dtype=torch.uint8)
+    everything = torch.zeros(int(stops[-1]), dtype=torch.uint8, device="cpu")
     if data:
         everything[int(stops[mine]) - len(data) : int(stops[mine])] = torch.frombuffer(
             bytearray(data), dtype=torch.uint8
@@ -78,7 +89,7 @@ def combine(
     if group is None:
         return value
     mine = group.ranks.index(rank)
-    everyone = torch.zeros(2, len(group.ranks), dtype=torch.float64)
+    everyone = torch.zeros(2, len(group.ranks), dtype=torch.float64, device="cpu")
     everyone[0, mine] = value
     everyone[1, mine] = step
     group.all_reduce(everyone)

@@ -23,7 +23,19 @@ import torch
 
 from piper_owner.errors import PeerLostError, PeerTimeoutError
 
-__all__ = ["Board", "Boards", "Channel", "Fabric", "Failure", "Group", "Work", "cause", "lost", "timed_out"]
+__all__ = [
+    "Board",
+    "Boards",
+    "Channel",
+    "Fabric",
+    "Failure",
+    "Group",
+    "Work",
+    "cause",
+    "lost",
+    "others",
+    "timed_out",
+]
 
 
 class Work(Protocol):
@@ -83,6 +95,12 @@ class Boards(Board):
         """The failure of the first board that has one."""
         found = (board.first() for board in self._boards)
         return next((failure for failure in found if failure is not None), None)
+
+
+def others(ranks: tuple[int, ...], rank: int) -> str:
+    """The members of a group for which `rank` waits, in words."""
+    found = [str(other) for other in ranks if other != rank]
+    return f"rank{'s' * (len(found) > 1)} {', '.join(found)}"
 
 
 def timed_out(board: Board, rank: int, peer: str, timeout: timedelta) -> PeerTimeoutError:

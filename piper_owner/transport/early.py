@@ -102,7 +102,7 @@ class EarlyReceiver:
                 incoming = line.receive(header)
                 messages[index].put(incoming)
                 if incoming.present and header.phase is not Phase.FREEZE:
-                    whole = torch.empty(incoming.header.shape, dtype=incoming.header.dtype)
+                    whole = torch.empty(incoming.header.shape, dtype=incoming.header.dtype, device="cpu")
                     for chunk in incoming.fill(whole):
                         messages[index].put(chunk)
                 messages[index].put(None)

@@ -31,6 +31,7 @@ from piper_owner.transport.base import (
     Work,
     cause,
     lost,
+    others,
     timed_out,
 )
 
@@ -209,7 +210,7 @@ class GlooGroup(Group):
 
     def _run(self, start: Callable[[_ProcessGroup], C10dWork]) -> None:
         self._check_open()
-        fabric, peers = self._fabric, f"ranks {self.ranks}"
+        fabric, peers = self._fabric, others(self.ranks, self._fabric.rank)
         if self._group is None:
             return
         try:
@@ -221,7 +222,7 @@ class GlooGroup(Group):
     def _check_open(self) -> None:
         if self._is_closed:
             fabric = self._fabric
-            raise lost(fabric.board, fabric.rank, f"ranks {self.ranks}", "the group is closed")
+            raise lost(fabric.board, fabric.rank, others(self.ranks, fabric.rank), "the group is closed")
 
     def close(self) -> None:
         """Drop the process group."""
@@ -279,9 +280,8 @@ class GlooFabric(Fabric):
             group = _Gloo(PrefixStore(prefix, self._store), ranks.index(self.rank), len(ranks), options)
             return cast("_ProcessGroup", group)
         except (dist.DistStoreError, RuntimeError) as error:
-            others = tuple(rank for rank in ranks if rank != self.rank)
             raise PeerTimeoutError(
-                f"rank {self.rank} could not open {purpose!r} to rank {', '.join(map(str, others))} within "
+                f"rank {self.rank} could not open {purpose!r} to {others(ranks, self.rank)} within "
                 f"{self.timeout.total_seconds():g} s: every one of the ranks {ranks} must open it "
                 f"({_first_line(error)}){cause(self.board)}"
             ) from error

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 
 from piper_owner.errors import ExchangeError
-from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work, lost, timed_out
+from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work, lost, others, timed_out
 
 __all__ = ["MemoryFabric", "MemoryNetwork"]
 
@@ -216,7 +216,10 @@ class _MemoryGroup(Group):
                 number = state.number
                 self._share(tensor, number)
                 network.wait_for(
-                    lambda: number in state.sums, lambda: state.closed, self._rank, f"ranks {self.ranks}"
+                    lambda: number in state.sums,
+                    lambda: state.closed,
+                    self._rank,
+                    others(self.ranks, self._rank),
                 )
                 total, readers = state.sums.pop(number)
                 if readers > 1:

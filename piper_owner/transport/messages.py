@@ -133,7 +133,7 @@ class Line:
         header = self._awaited
         try:
             if header is None:
-                raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                raw = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 with _Context(where):
                     self.channel.post_recv(raw).wait()
                 self.received += BytesSent(other=raw.nbytes)
@@ -167,7 +167,7 @@ class Line:
         size = min(header.chunk_rows, header.num_rows) * columns
         buffer = self._staging.get(header.dtype)
         if buffer is None or buffer.numel() < 2 * size:
-            buffer = self._staging[header.dtype] = torch.empty(2 * size, dtype=header.dtype)
+            buffer = self._staging[header.dtype] = torch.empty(2 * size, dtype=header.dtype, device="cpu")
         return buffer[:size].view(-1, columns), buffer[size : 2 * size].view(-1, columns)
 
     @property
@@ -291,7 +291,7 @@ class Incoming:
         """The whole payload in a new tensor, or None when it is not present."""
         if not self.present:
             return None
-        whole = torch.empty(self.header.shape, dtype=self.header.dtype)
+        whole = torch.empty(self.header.shape, dtype=self.header.dtype, device="cpu")
         for _ in self.fill(whole):
             pass
         return whole
