@@ -17,7 +17,7 @@ from piper_owner.answers import TieLike, describe_stages, plan_from
 from piper_owner.arguments import is_timeout, read_settings
 from piper_owner.data_parallel import DataParallel, SideGroup
 from piper_owner.ddp import averages, keep_out
-from piper_owner.errors import ConfigError, ExchangeError, InputError, ReplicaMismatchError
+from piper_owner.errors import ConfigError, ExchangeError, InputError, PeerLostError, ReplicaMismatchError
 from piper_owner.exchange import Exchange
 from piper_owner.fetching import keep_rows, value_sources
 from piper_owner.grid import agree_beside, check_alike, share_averages
@@ -160,7 +160,7 @@ class Ownership:
 
         Only the first call that finds none looks: it comes before the first exchange. Collective. Every
         call raises on a rank where the weight half of a backward is still pending, or no pass has divided
-        the gradients by the microbatches; and ExchangeError after `close`.
+        the gradients by the microbatches; and PeerLostError after `close`.
         """
         self.refuse_closed()
         refuse_pending_backwards(self.pipeline_stages, self.rank)
@@ -292,9 +292,9 @@ class Ownership:
             self.abandon()
 
     def refuse_closed(self) -> None:
-        """Raise ExchangeError after `close`. Local."""
+        """Raise PeerLostError after `close`. Local."""
         if self._is_closed:
-            raise ExchangeError(
+            raise PeerLostError(
                 f"rank {self.rank}: this Ownership was closed, and its lines to the other ranks with it; "
                 "close it when training has ended. To go on, call assign_owners, and make an OwnerOptimizer, "
                 "on every rank"

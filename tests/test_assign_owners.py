@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from piper_owner.assignment import Ownership, assign_over, assign_owners
-from piper_owner.errors import ConfigError, ExchangeError, PeerLostError, PeerTimeoutError, TieError
+from piper_owner.errors import ConfigError, PeerLostError, PeerTimeoutError, TieError
 from piper_owner.executor.local import run_threads
 from piper_owner.optimizer_wrap import OwnerOptimizer
 from piper_owner.ownership import Tie
@@ -434,7 +434,7 @@ def test_a_closed_ownership_says_so_whatever_it_is_asked() -> None:
             lambda: opt.load_state_dict(opt.state_dict()),
             lambda: OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1),
         ):
-            with pytest.raises(ExchangeError) as caught:
+            with pytest.raises(PeerLostError) as caught:
                 call()
             said.append(str(caught.value))
         return said
