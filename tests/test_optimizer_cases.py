@@ -989,8 +989,8 @@ def test_load_state_dict_that_fits_on_one_rank_only_fails_on_both() -> None:
 
     found = errors(2, work)
     assert "rank 1" in str(found[0])
-    assert "parameter groups" in str(found[0])
-    assert "parameter groups" in str(found[1])
+    assert "the saved groups" in str(found[0])
+    assert "the saved groups" in str(found[1])
 
 
 # -- ranks that do not keep in step

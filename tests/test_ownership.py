@@ -16,6 +16,7 @@ from piper_owner.errors import ConfigError, TieError
 from piper_owner.ownership import (
     Holder,
     Layout,
+    LayoutChoice,
     OwnerChoice,
     OwnershipPlan,
     ParameterUse,
@@ -233,16 +234,21 @@ class TestDigest:
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_order_of_ties_and_uses_does_not_matter(case: Case, shuffler: random.Random) -> None:
     uses = [
-        _use(name, holder.rank, int(name.rpartition("stage")[2]))
+        _use(name, holder.rank, int(name.rpartition("stage")[2]), use=holder.use)
         for tie in case.plan.ties
         for holder in tie.holders
         for name in holder.names
     ]
     ties = [tie.tie for tie in case.plan.ties]
     owners: dict[str, OwnerChoice] = {tie.name: tie.owner for tie in case.plan.ties}
+    layouts: dict[str, LayoutChoice] = {
+        tie.name: "rows" if tie.row_replicas else "dense" for tie in case.plan.ties
+    }
     shuffler.shuffle(uses)
     shuffler.shuffle(ties)
-    again = plan_ownership(ties, [*uses, *uses[:1]], world_size=case.num_ranks, owner=owners)
+    again = plan_ownership(
+        ties, [*uses, *uses[:1]], world_size=case.num_ranks, owner=owners, layout=layouts
+    )
     assert again == case.plan
     assert again.digest == case.plan.digest
 
