@@ -92,10 +92,10 @@ class Use(nn.Module):
     def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
         hidden = torch.tanh(self.mix(hidden))
         if isinstance(self.use, nn.Embedding):
-            return hidden + self.use(ids)
+            return hidden + self.use(ids)  # type: ignore[no-any-return]
         logits = self.use(hidden)
         signs = torch.linspace(-1, 1, logits.shape[-1]).to(hidden) / logits.shape[-1]
-        return hidden + torch.sin(logits) @ signs[:, None]
+        return hidden + torch.sin(logits) @ signs[:, None]  # type: ignore[no-any-return]
 
 
 def stage_of(chain: Chain, rank: int | None) -> nn.Module:

@@ -30,7 +30,7 @@ VOCAB, HIDDEN = 300, 16
 def test_it_is_what_a_run_measures(way: Way, kind: RunKind, layout: str) -> None:
     config = TrainConfig(
         stages=2, microbatches=4, microbatch_size=2, sequence_length=16, vocab=VOCAB, hidden=HIDDEN, heads=2,
-        layers=2, steps=2, optimizer="adamw", timeout_seconds=20, layout=layout,
+        layers=2, steps=2, optimizer="adamw", timeout_seconds=20, layout=layout,  # type: ignore[arg-type]
     )  # fmt: skip
     stream = TokenStream(
         np.random.default_rng(0).integers(0, VOCAB, 4000),

@@ -71,7 +71,7 @@ class Last(nn.Module):
         self.head = nn.Linear(WIDTH, vocab, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.last(hidden)))
+        return self.head(torch.tanh(self.last(hidden)))  # type: ignore[no-any-return]
 
 
 def build(vocab: int, dtype: torch.dtype) -> tuple[First, Last]:
@@ -154,7 +154,7 @@ def full(module: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
-        found[name] = parameter.detach().full_tensor()
+        found[name] = parameter.detach().full_tensor()  # type: ignore[attr-defined]
     return found
 
 
@@ -371,7 +371,7 @@ def with_masters(fabric: Fabric, is_resumed: bool) -> list[Tensor]:
             if is_resumed and step == 3:
                 weights = get_model_state_dict(stage)
                 state = copy.deepcopy(get_optimizer_state_dict(stage, opt))
-                weights = {name: value.clone() for name, value in weights.items()}
+                weights = {name: value.clone() for name, value in weights.items()}  # type: ignore[union-attr]
                 own.close()
                 stage, own, opt = new()
                 set_model_state_dict(stage, weights)

@@ -46,7 +46,7 @@ def test_weights_that_arrive_late_are_waited_for() -> None:
         losses = []
         start = time.monotonic()
         for step in range(2):
-            loss = (rank.weight * rank.grad).sum()
+            loss = (rank.weight * rank.grad).sum()  # type: ignore[operator]
             loss.backward()
             losses.append(loss.item())
             if step == 0 and fabric.rank == 1:

@@ -246,9 +246,7 @@ def test_the_order_of_ties_and_uses_does_not_matter(case: Case, shuffler: random
     }
     shuffler.shuffle(uses)
     shuffler.shuffle(ties)
-    again = plan_ownership(
-        ties, [*uses, *uses[:1]], world_size=case.num_ranks, owner=owners, layout=layouts
-    )
+    again = plan_ownership(ties, [*uses, *uses[:1]], world_size=case.num_ranks, owner=owners, layout=layouts)
     assert again == case.plan
     assert again.digest == case.plan.digest
 

@@ -57,7 +57,7 @@ class RaisesInside(RankHost):
     def step(self, index: int) -> StepReport:
         if (self.rank, index) == (0, FAULTY_STEP):
             assert self._session is not None
-            self._session._modules[0].register_forward_pre_hook(_raise)
+            self._session._modules[0].register_forward_pre_hook(_raise)  # type: ignore[union-attr]
         return super().step(index)
 
 

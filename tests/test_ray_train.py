@@ -27,15 +27,15 @@ def train_worker(config: dict[str, str]) -> None:
     name = ("embed", "head")[rank]
     module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False)})
     weight = module[name].weight
-    nn.init.ones_(weight)
+    nn.init.ones_(weight)  # type: ignore[arg-type]
     own = po.assign_owners(module, [("embed.weight", "head.weight")])
     opt = po.OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
     seen = []
     for _ in range(2):
-        (weight * (1.0, 2.0)[rank]).sum().backward()
+        (weight * (1.0, 2.0)[rank]).sum().backward()  # type: ignore[operator, union-attr]
         opt.step()
         opt.zero_grad()
-        seen.append(weight.item())
+        seen.append(weight.item())  # type: ignore[operator]
     own.check()
     own.close()
     Path(config["folder"], str(rank)).write_text(" ".join(f"{value:.6f}" for value in seen))

@@ -146,7 +146,7 @@ def test_a_skipped_step_of_a_grad_scaler_forgets_the_rows() -> None:
                 loop.backward(done)
             if number == 0 and loop.rank == 0:
                 weight = loop.stage.get_submodule("t0p0.use").weight
-                weight.grad.mul_(float("inf"))
+                weight.grad.mul_(float("inf"))  # type: ignore[operator, union-attr]
             scaler.step(loop.opt)
             scaler.update()
             loop.opt.zero_grad()
@@ -173,7 +173,7 @@ class Holder(nn.Module):
             nn.Embedding(6, 2, device=device) if rank == 0 else nn.Linear(2, 6, bias=False, device=device)
         )
         if value is not None:
-            nn.init.constant_(module.weight, value)
+            nn.init.constant_(module.weight, value)  # type: ignore[arg-type]
         self.add_module("embed" if rank == 0 else "head", module)
         self.own = nn.Linear(2, 2)
 
@@ -191,7 +191,7 @@ def first_value(embed: float | None, head: float | None, *, order: int = 1) -> l
         if fabric.rank == 0:
             assert stage.embed.weight.device.type == "cpu"  # type: ignore[union-attr]
             return float(stage.embed(torch.tensor([4])).detach()[0, 1])  # type: ignore[operator]
-        return float(stage.head.weight.detach()[5, 0])  # type: ignore[index, union-attr]
+        return float(stage.head.weight.detach()[5, 0])  # type: ignore[operator, union-attr]
 
     return ranks(2, work)
 

@@ -220,7 +220,7 @@ def automatic(fabric: Fabric) -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         part = Part(fabric.rank % 2)
         scope = "global"
-        own = assign_owners(part, TIE, group=mesh["pp"], layout="auto", dp_group=mesh["dp"], scope=scope)
+        own = assign_owners(part, TIE, group=mesh["pp"], layout="auto", dp_group=mesh["dp"], scope=scope)  # type: ignore[arg-type]
         opt = OwnerOptimizer(part.parameters(), torch.optim.SGD, ownership=own, lr=0.1)
         opt.prefetch(torch.tensor([-1]))  # of no use here
         opt.step()

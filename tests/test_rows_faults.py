@@ -324,7 +324,7 @@ def test_hooks_of_the_weight_outlive_a_table_that_grows(register: str, when: str
         calls.append(1)
 
     def table_of() -> RowsTable:
-        return RowsTable([embed], embed.weight, what="a tie", device=torch.device("cpu"))
+        return RowsTable([embed], embed.weight, what="a tie", device=torch.device("cpu"))  # type: ignore[arg-type]
 
     embed.weight.no_decay = True  # type: ignore[attr-defined]
     if when == "before":

@@ -40,7 +40,7 @@ def test_a_preview_is_what_the_step_makes_of_the_rows(
     torch.manual_seed(0)
     dtype = torch.float32 if master is None else torch.bfloat16
     parameter = nn.Parameter(torch.randn(64, 8, dtype=dtype))
-    optimizer = kind([parameter], lr=0.01)
+    optimizer = kind([parameter], lr=0.01)  # type: ignore[call-arg]
     masters = Masters(master)
     masters.make(optimizer.param_groups)
     stepper = ParameterStepper(optimizer, parameter, masters.get(parameter))
@@ -103,8 +103,8 @@ def test_every_row_is_the_owners_bit_for_bit_and_leaves_before_the_table_is_step
             opt.zero_grad()
             assert own.check()
         if fabric.rank == 0:
-            return module.embed(ids[5]).detach()
-        return module.head.weight.detach()[ids[5]]
+            return module.embed(ids[5]).detach()  # type: ignore[no-any-return]
+        return module.head.weight.detach()[ids[5]]  # type: ignore[no-any-return]
 
     rows, weights = ranks(2, work)
     assert torch.equal(rows, weights)

@@ -35,14 +35,14 @@ class Stage(nn.Module):
         shared = nn.Parameter(table.clone())
         self.embeds = nn.ModuleList([Scaled(len(table), WIDTH, **kind) for kind in kinds or ({},)])
         for embed in self.embeds:
-            embed.weight = shared  # type: ignore[assignment]
+            embed.weight = shared
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=table.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.embeds[0](ids)
         for place, embed in enumerate(self.embeds):
             rows = rows + (place + 1) * torch.sin(embed(ids.roll(place, -1)))
-        return self.layer(rows)
+        return self.layer(rows)  # type: ignore[no-any-return]
 
 
 class Pair:
@@ -56,7 +56,7 @@ class Pair:
         self.stage = Stage(*kinds, table=self.full)
         self.whole = copy.deepcopy(self.stage)
         embeds = [each for each in self.stage.embeds if isinstance(each, nn.Embedding)]
-        self.table = RowsTable(embeds, embeds[0].weight, what="tie t on rank 0", device=torch.device("cpu"))
+        self.table = RowsTable(embeds, embeds[0].weight, what="tie t on rank 0", device=torch.device("cpu"))  # type: ignore[arg-type]
 
     def fetch(self, *ids: Tensor) -> bool:
         """What a prefetch does; whether it added."""
@@ -97,7 +97,7 @@ class Pair:
 
     @property
     def weight(self) -> nn.Parameter:
-        return self.stage.embeds[0].weight  # type: ignore[return-value, union-attr]
+        return self.stage.embeds[0].weight  # type: ignore[return-value]
 
 
 def batches(step: int, *, vocab: int = VOCAB, length: int = 9) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_rows_give_the_outputs_and_gradients_of_the_table(kind: str) -> None:
     for step in range(5):
         ids = batches(step)
         for place, padding in enumerate(paddings if step % 2 else ()):
-            ids[0][0, place], ids[1][1, :] = padding, padding
+            ids[0][0, place], ids[1][1, :] = padding, padding  # type: ignore[assignment]
         assert not pair.fetch(*ids), "a new step replaces"
         pair.backward(*ids)
         pair.finish(1e-13 if "lookups" in kind or kind == "sparse-and-dense" else 0.0)
@@ -271,7 +271,7 @@ def test_a_head_in_the_same_module_is_refused_in_its_forward() -> None:
             return super().forward(ids) @ self.weight.t()
 
     embed = Both(5, WIDTH)
-    table = RowsTable([embed], embed.weight, what="tie t on rank 0", device=torch.device("cpu"))
+    table = RowsTable([embed], embed.weight, what="tie t on rank 0", device=torch.device("cpu"))  # type: ignore[arg-type]
     wanted, _ = table.request(torch.tensor([1]))
     table.fill(iter([(0, 1, torch.zeros(len(wanted), WIDTH))]))
     with pytest.raises(RowsError, match="layout='dense'"):
@@ -351,8 +351,8 @@ def test_the_state_of_a_stage_through_torchs_distributed_checkpoint() -> None:
     pair.fetch(torch.tensor([1, 2]))
     saved = get_model_state_dict(pair.stage)
     assert sorted(saved) == ["layer.bias", "layer.weight"]
-    changed = {name: torch.zeros_like(value) for name, value in saved.items()}
-    set_model_state_dict(pair.stage, changed)
+    changed = {name: torch.zeros_like(value) for name, value in saved.items()}  # type: ignore[arg-type]
+    set_model_state_dict(pair.stage, changed)  # type: ignore[arg-type]
     assert not pair.stage.layer.weight.any()
     set_model_state_dict(pair.stage, get_model_state_dict(pair.whole))
     assert torch.equal(pair.stage.layer.weight, pair.whole.layer.weight)

@@ -190,7 +190,7 @@ def test_any_grid_and_two_ties_are_one_process(
         ]
 
     alone = [nn.Parameter(start[names[0]].double()) for names in ties]
-    reference = kind(alone, **alike)
+    reference = kind(alone, **alike)  # type: ignore[arg-type]
     for step in range(5):
         for number, weight in enumerate(alone):
             parts = [grad(step, i, r, number, weight) for i, r in itertools.product(range(dp), range(2))]
@@ -264,7 +264,7 @@ def test_case_24_the_tie_counts_once_everywhere(scope: str, kind: float, norm: f
 
     def work(place: Place) -> tuple[float, float]:
         values = {NAMES[place.rank]: 1.0} | ({"own.weight": 0.0} if place.rank else {})
-        place.train(values, scope=scope)
+        place.train(values, scope=scope)  # type: ignore[arg-type]
         add_grad(place.module.get_parameter(NAMES[place.rank]), 1.0 + place.index + 2 * place.rank)
         if place.rank:
             add_grad(place.module.get_parameter("own.weight"), 12.0)

@@ -27,7 +27,7 @@ def pending(fabric: Fabric, case: Case) -> str:
                 weight_half(microbatch, last_backward=last_backward)
 
         if fabric.rank == 1:
-            stage.backward_weight_one_chunk = put_off  # type: ignore[method-assign]
+            stage.backward_weight_one_chunk = put_off  # type: ignore[assignment, method-assign]
         before = weights_of(here.modules)
         here.run()
         with pytest.raises(po.PiperOwnerError) as caught:
@@ -68,10 +68,10 @@ def products(fabric: Fabric, case: Case, weight: Tensor, rows: Tensor, scale: fl
             stage: nn.ModuleDict({f"s{stage}": Twice(weight)}) for stage in case.stages_of(fabric.rank)
         }
         for module in modules.values():
-            module.forward = next(iter(module.values())).forward  # type: ignore[method-assign]
+            module.forward = next(iter(module.values())).forward
         device = torch.device("cpu")
         stages = [PipelineStage(m, stage, case.num_stages, device) for stage, m in modules.items()]
-        schedule = SCHEDULES[case.schedule](
+        schedule = SCHEDULES[case.schedule](  # type: ignore[misc]
             stages,  # type: ignore[arg-type]
             n_microbatches=case.microbatches,
             loss_fn=lambda out, labels: (out * labels).sum() * scale,

@@ -40,9 +40,9 @@ def test_ties_are_found_by_identity(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
 def test_names_are_without_the_parts_of_wrappers() -> None:
     expected = (Tie(("embed.weight", "head.weight")),)
-    assert find_ties(torch.compile(Both())) == expected
+    assert find_ties(torch.compile(Both())) == expected  # type: ignore[arg-type]
     model = Both()
-    model.head = checkpoint_wrapper(model.head)
+    model.head = checkpoint_wrapper(model.head)  # type: ignore[assignment]
     assert find_ties(nn.ModuleDict({"module": model})) == expected
     shared = nn.Linear(2, 2, bias=False)
     assert find_ties(nn.ModuleDict({"a": shared, "b": nn.ModuleDict({"module": shared})})) == (
@@ -181,7 +181,7 @@ def test_unite_keeps_the_earliest_name_s_parameter() -> None:
     first, second = Both(tied=False), Both(tied=False)
     with torch.no_grad():
         for value, each in enumerate((first.head, first.embed, second.head, second.embed)):
-            each.weight.fill_(float(value))
+            each.weight.fill_(float(value))  # type: ignore[operator]
     names = ("head.weight", "embed.weight")
     with pytest.warns(UserWarning, match=r"tie \('head\.weight', .* differed by up to 3 before") as caught:
         kept = unite({0: first, 5: second}, Tie(names))

@@ -121,7 +121,7 @@ def scaled_after_growth(fabric: Fabric) -> list[float]:
         embeds = [module[0] for module in modules]
         embeds[1].weight = embeds[0].weight
         stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(modules)]
-        table = RowsTable(embeds, embeds[0].weight, what="a tie", device=torch.device("cpu"))
+        table = RowsTable(embeds, embeds[0].weight, what="a tie", device=torch.device("cpu"))  # type: ignore[arg-type]
         scale_shared_once(stages)
         for num in (1, 300):
             ids, _ = table.request(torch.arange(num))
