@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from piper_owner.cost import row_capacity
 from piper_owner.errors import RowIndexError, RowsError, TieError
 
 _LOG = logging.getLogger(__name__)
 
 __all__ = ["RowsParameter", "RowsTable", "checked_ids"]
 
-_LEAST_CAPACITY: Final = 64
 _INTEGERS: Final = frozenset(
     {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 )
@@ -59,10 +59,12 @@ def checked_ids(ids: Sequence[Tensor], num_rows: int, what: str) -> Tensor:
     if unique.numel():
         for wrong in (int(unique[0]), int(unique[-1])):
             if not 0 <= wrong < num_rows:
-                raise RowIndexError(
-                    f"{what}: id {wrong} is outside the vocabulary of {num_rows} (0 to {num_rows - 1})"
-                )
+                raise RowIndexError(_outside(what, wrong, num_rows))
     return unique
+
+
+def _outside(what: str, wrong: int, num_rows: int) -> str:
+    return f"{what}: id {wrong} is outside the vocabulary of {num_rows} (0 to {num_rows - 1})"
 
 
 class RowsParameter(nn.Parameter):
@@ -149,13 +151,15 @@ def _slots_of(
         return torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
     wanted = ids.to(torch.int64).contiguous()
     if not known_ids.numel():
-        raise RowsError(_not_fetched(what, None, num_rows))
+        raise RowsError(_not_fetched(what, None))
     places = torch.searchsorted(known_ids, wanted).clamp_(max=known_ids.numel() - 1)
     unknown = known_ids[places] != wanted
     if ids.device.type == "cpu":
         if bool(unknown.any()):
             wrong = int(wanted[unknown].reshape(-1)[0])
-            raise (RowsError if 0 <= wrong < num_rows else RowIndexError)(_not_fetched(what, wrong, num_rows))
+            if not 0 <= wrong < num_rows:
+                raise RowIndexError(_outside(what, wrong, num_rows))
+            raise RowsError(_not_fetched(what, wrong))
     else:
         missed.copy_(torch.maximum(missed, torch.where(unknown, wanted + 1, 0).max()))
     return torch.where(unknown, 0, known_slots[places])
@@ -168,9 +172,7 @@ def _(
     return torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
 
 
-def _not_fetched(what: str, wrong: int | None, num_rows: int) -> str:
-    if wrong is not None and not 0 <= wrong < num_rows:
-        return f"{what}: id {wrong} is outside the vocabulary of {num_rows} (0 to {num_rows - 1})"
+def _not_fetched(what: str, wrong: int | None) -> str:
     which = "no row was" if wrong is None else f"id {wrong} was not"
     return (
         f"{what}: {which} fetched for this step. Call opt.prefetch(ids) on every rank before the forward, "
@@ -340,11 +342,11 @@ class RowsTable:
 
     def _resize(self, needed: int, num_ids: int) -> None:
         """Keep the capacity where it fits: a change may make torch.compile compile again."""
-        limit = max(_LEAST_CAPACITY, 2 * num_ids)
+        limit = row_capacity(num_ids)
         capacity = self._rows.shape[0]
         if needed <= capacity <= limit:
             return
-        wanted = min(limit, max(_LEAST_CAPACITY, 1 << (needed - 1).bit_length()))
+        wanted = min(limit, max(row_capacity(0), 1 << (needed - 1).bit_length()))
         if capacity == wanted:
             return
         rows = self._rows.new_zeros(wanted, *self._columns)
@@ -380,7 +382,7 @@ class RowsTable:
         if self.missed.device.type != "cpu" and int(self.missed):
             wrong = int(self.missed) - 1
             self.missed.zero_()
-            raise RowsError(_not_fetched(self.what, wrong, self.num_rows))
+            raise RowsError(_not_fetched(self.what, wrong))
 
     def _enter(self, module: nn.Module, args: object) -> None:
         self.is_open = True

@@ -51,33 +51,33 @@ class RowsShare:
 
     def take(self, start: int, stop: int) -> RowPart:
         """Those of its rows that are among `start` to `stop`."""
-        if self._rows is None:
-            self._rows = self._receive()
+        rows = self._receive()
         first, last = torch.searchsorted(self._ids, torch.tensor([start, stop], device="cpu")).tolist()
         places = self._ids[first:last] - start
-        values = self._rows.index_select(0, self._order[first:last])
+        values = rows.index_select(0, self._order[first:last])
         return RowPart(places.to(self._device), values.to(self._device))
 
     def at(self, ids: torch.Tensor) -> RowPart:
         """Those of its rows that are among `ids`, by their places there."""
-        if self._rows is None:
-            self._rows = self._receive()
-        places = torch.searchsorted(self._ids, ids).clamp_(max=max(0, len(self._ids) - 1))
-        found = self._ids[places] == ids if len(self._ids) else torch.zeros_like(ids, dtype=torch.bool)
-        values = self._rows.index_select(0, self._order[places[found]] if len(self._ids) else places[:0])
-        return RowPart(found.nonzero().view(-1).to(self._device), values.to(self._device))
+        rows = self._receive()
+        mine = torch.isin(ids, self._ids)
+        order = self._order[torch.searchsorted(self._ids, ids[mine])]
+        values = rows.index_select(0, order)
+        return RowPart(mine.nonzero().view(-1).to(self._device), values.to(self._device))
 
     def finish(self) -> None:
         """All rows have been taken."""
-        if self._rows is None:  # a parameter without elements
-            self._receive()
+        self._receive()  # of a parameter without elements nobody has taken any
 
     def _receive(self) -> torch.Tensor:
+        if self._rows is not None:
+            return self._rows
         header = self._message.header
         whole = torch.empty(header.shape, dtype=header.dtype, device="cpu")
         whole = whole.view(header.num_rows, math.prod(header.shape[1:]))
         for start, stop, rows in self._message.chunks():
             whole[start:stop] = rows
+        self._rows = whole
         return whole
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from piper_owner.errors import ConfigError, InputError
 from piper_owner.sharding import is_sharded, like, local_of
+from piper_owner.transport.wire import ALIGNMENT
 
 __all__ = [
     "ELEMENT_WISE",
@@ -32,7 +33,6 @@ __all__ = [
     "unhooked_step",
 ]
 
-_ALIGNMENT: Final = 64
 MASTER: Final = "master"
 """The key of a parameter's master weights in its optimizer state."""
 
@@ -352,7 +352,7 @@ class ParameterStepper:
         group = self._group()
         if group is None:
             return self._parameter.detach().index_select(0, ids)
-        pad = -len(ids) % _ALIGNMENT  # so that the elements asked for fill the registers
+        pad = -len(ids) % ALIGNMENT  # so that the elements asked for fill the registers
         chosen = torch.cat((ids, ids.new_zeros(pad)))
         rows = nn.Parameter(self._stepped_tensor.detach().index_select(0, chosen))
         rows.grad = torch.cat((grad, grad.new_zeros(pad, *grad.shape[1:])))

@@ -21,14 +21,14 @@ import torch
 
 from piper_owner.errors import InputError, MessageMismatchError, TieError
 
-__all__ = ["HEADER_BYTES", "Header", "Phase", "row_ranges", "rows_per_chunk"]
+__all__ = ["ALIGNMENT", "HEADER_BYTES", "Header", "Phase", "row_ranges", "rows_per_chunk"]
 
 HEADER_BYTES: Final = 512
 
 _MAGIC: Final = b"PO01"
 _MAX_DIMS: Final = 8
 _MAX_LENGTH: Final = 2**16 - 1
-_ALIGNMENT: Final = 64  # elements: at least the widest vector register, of any dtype
+ALIGNMENT: Final = 64  # elements: at least the widest vector register, of any dtype
 _FIXED: Final = struct.Struct("<4sBBBBqqqq8q16sH")
 _CHECKSUM: Final = struct.Struct("<I")
 _NAME_BYTES: Final = HEADER_BYTES - _FIXED.size - _CHECKSUM.size
@@ -73,7 +73,7 @@ def rows_per_chunk(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> i
     not fill a vector register differently, so a chunk must not end where the whole does not.
     """
     columns = math.prod(shape[1:])
-    unit = _ALIGNMENT // math.gcd(max(1, columns), _ALIGNMENT)
+    unit = ALIGNMENT // math.gcd(max(1, columns), ALIGNMENT)
     rows = chunk_bytes // max(1, itemsize * columns)
     return max(unit, rows // unit * unit)
 
