@@ -44,6 +44,8 @@ def first_step_error(fabric: Fabric, case: Case) -> str:
             after = weights_of(here.modules)
             assert all(torch.equal(after[name], value) for name, value in before.items())
             assert not any(here.opt.state.values())
+            with pytest.raises(po.PiperOwnerError):  # also who catches it and goes on
+                here.opt.ownership.check_scaling()
             return f"{type(error).__name__}: {error}"
     return ""
 

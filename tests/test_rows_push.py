@@ -113,3 +113,26 @@ def test_every_row_is_the_owners_bit_for_bit_and_leaves_before_the_table_is_step
     else:
         assert order[0] == "push"
         assert order.count("push") == 5
+
+
+def test_rows_fetched_in_inference_mode_leave_a_table_that_trains() -> None:
+    table = torch.randn(VOCAB, WIDTH, dtype=torch.float64)
+    ids = torch.arange(70)
+
+    def work(fabric: Fabric) -> Tensor | None:
+        module: Any = Lookup(table) if fabric.rank == 0 else Head(table)
+        own = assign_over(fabric, module, TIE, layout="rows")
+        opt = OwnerOptimizer(module.parameters(), torch.optim.SGD, ownership=own, lr=0.5)
+        with torch.inference_mode():
+            opt.prefetch(ids)
+        opt.prefetch(ids + 1)
+        if fabric.rank == 0:
+            module.embed(ids + 1).sum().backward()
+        opt.step()
+        return None if fabric.rank == 0 else module.head.weight.detach()
+
+    _, weights = ranks(2, work)
+    assert weights is not None
+    expected = table.clone()
+    expected[1:71] -= 0.5
+    assert torch.equal(weights, expected)
