@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from piper_owner.errors import TieError
 from piper_owner.executor.rank import RankExecutor
+from piper_owner.executor.stage import Tensors
 from piper_owner.models.gpt import GPTConfig, build_stage, lm_loss
 from piper_owner.schedules import Placement, Schedule, place_stages
 
@@ -413,7 +414,7 @@ def test_case_14_weights_that_arrive_late_are_waited_for() -> None:
     late = threading.Event()
 
     class Late(RankExecutor):
-        def train_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+        def train_step(self, inputs: Sequence[Tensors], labels: Sequence[Tensor]) -> float:
             if self.rank == 1 and self.step == 0:
                 late.set()  # what rank 1 receives first of the tie are the new weights
             return super().train_step(inputs, labels)

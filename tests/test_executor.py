@@ -42,6 +42,7 @@ from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.local import run_threads
 from piper_owner.executor.rank import RankExecutor
 from piper_owner.executor.session import RankReport, RankSession
+from piper_owner.executor.stage import Tensors
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 from piper_owner.transport.base import Fabric
 
@@ -166,7 +167,9 @@ def test_a_gradient_that_shares_memory_is_not_written(owner: int) -> None:
     names = ("first.weight", "last.weight")
 
     class Sharing(RankExecutor):
-        def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+        def _run(
+            self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]
+        ) -> float:
             if not isinstance(action, Sync) or action.kind is not SyncKind.OWNER_STEP:
                 return super()._run(action, inputs, labels)
             # torch's split weight-backward may give two parameters one gradient tensor.
@@ -315,7 +318,7 @@ class FailingStage(Mix):
 class FailingExecutor(RankExecutor):
     """Tells its stages the step, and fails by itself in an optimizer's step."""
 
-    def train_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+    def train_step(self, inputs: Sequence[Tensors], labels: Sequence[Tensor]) -> float:
         for runner in self.stages.values():
             runner.module.failing_step = self.step == 1  # type: ignore[assignment]
         return super().train_step(inputs, labels)
@@ -508,7 +511,9 @@ def test_case_46_a_late_replica(late_rank: int, clip: float | None) -> None:
     late = threading.Event()
 
     class Late(RankExecutor):
-        def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+        def _run(
+            self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]
+        ) -> float:
             if isinstance(action, Sync) and self.rank == late_rank and self.step == 1:
                 time.sleep(0.2)  # the fault itself
             return super()._run(action, inputs, labels)
@@ -586,7 +591,7 @@ class Watching(RankExecutor):
         self.sent_grads: list[weakref.ref[Tensor]] = []
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
-    def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+    def _run(self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]) -> float:
         before = self._versions()
         if isinstance(action, Sync) and action.kind is SyncKind.SEND_GRAD:
             grad = self.exchange.tied[action.bucket].parameter.grad
@@ -604,7 +609,7 @@ class Watching(RankExecutor):
             parameter._version for runner in self.stages.values() for parameter in runner.module.parameters()
         ]
 
-    def train_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+    def train_step(self, inputs: Sequence[Tensors], labels: Sequence[Tensor]) -> float:
         loss = super().train_step(inputs, labels)
         for runner in self.stages.values():
             assert all(parameter.grad is None for parameter in runner.module.parameters())

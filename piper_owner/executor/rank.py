@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import assert_never
@@ -24,14 +24,21 @@ from piper_owner.dag.nodes import (
     SyncKind,
     Transfer,
 )
-from piper_owner.errors import DagError, ExchangeError, TieError
+from piper_owner.errors import DagError, ExchangeError
 from piper_owner.exchange import Exchange
 from piper_owner.executor.buckets import OptimizerFactory, local_buckets
+from piper_owner.executor.checks import (
+    check_planned,
+    check_ports,
+    check_row_stages,
+    check_stages,
+    check_syncs,
+)
 from piper_owner.executor.pipeline import Mailbox
-from piper_owner.executor.stage import LossFunction, StageRunner
-from piper_owner.fetching import check_row_places, keep_rows
+from piper_owner.executor.ports import StagePorts, chain_ports
+from piper_owner.executor.stage import LossFunction, StageRunner, Tensors
+from piper_owner.fetching import keep_rows
 from piper_owner.ownership import OwnershipPlan, TiePlan, Use
-from piper_owner.p2p_nodes import fetch_nodes, sync_nodes
 from piper_owner.rows import checked_ids
 from piper_owner.stages import named_places
 from piper_owner.stepping import ParameterStepper
@@ -49,9 +56,10 @@ class RankExecutor:
     """One rank of a pipeline. Construction and every method but the properties are collective.
 
     `dag` has passed the rules of Level.EXECUTABLE and the dry run; `stages` maps the stage numbers
-    that `dag.placement` gives this rank to their modules, with full-model parameter names. The
-    names of a tie of `plan` become one Parameter on this rank and take the value of the first
-    name's holder; under `copies` (a DAG of `executable_copies`) every copy stays its own.
+    that `dag.placement` gives this rank to their modules, with full-model parameter names. `ports` are
+    those of all stages (None: a chain), and have the edges of `dag`. The names of a tie of `plan` become
+    one Parameter on this rank and take the value of the first name's holder; under `copies` (a DAG of
+    `executable_copies`) every copy stays its own.
 
     A failure on any rank is written to `fabric.board` with the rank and the action, this rank's
     lines are closed so that its peers fail at once, and the error is raised.
@@ -67,6 +75,7 @@ class RankExecutor:
         optimizer: OptimizerFactory,
         loss: LossFunction,
         fabric: Fabric,
+        ports: Sequence[StagePorts] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clip: float | None = None,
         copies: bool = False,
@@ -77,20 +86,25 @@ class RankExecutor:
         self.peak_grad_bytes: Counter[str] = Counter()
         self._tied_sent = BytesSent()
         self._groups: dict[tuple[int, ...], Group] = {}
+        self.ports = chain_ports(dag.num_stages) if ports is None else tuple(ports)
         with self._reporting("start-up"):
-            _check_stages(dag, rank, stages)
-            _check_syncs(dag, plan, rank, clips=clip is not None, copies=copies)
+            check_stages(dag, rank, stages)
+            check_ports(dag, self.ports)
+            check_syncs(dag, plan, rank, clips=clip is not None, copies=copies)
             ties = () if copies else plan.held_by(rank)
-            _check_row_stages(ties, rank, stages)
+            check_row_stages(ties, rank, stages, self.ports)
             united = {tie.name: unite(stages, tie.tie) for tie in ties}
             for tie in ties:
-                _check_planned(tie, rank, united[tie.name])
+                check_planned(tie, rank, united[tie.name])
             last = dag.num_stages - 1
-            self.stages = {s: StageRunner(m, loss if s == last else None) for s, m in stages.items()}
+            self.stages = {
+                stage: StageRunner(module, self.ports[stage], loss if stage == last else None)
+                for stage, module in stages.items()
+            }
             self.buckets = local_buckets(dag, plan, rank, stages, optimizer)
             tied_pairs, row_pairs = ((), ()) if copies else (plan.pairs, plan.row_pairs)
             lines = _open_lines(dag, tied_pairs, row_pairs, fabric, chunk_bytes)
-            self.mailbox = Mailbox(lines["pipeline"])
+            self.mailbox = Mailbox(lines["pipeline"], self.ports)
             tied = {}
             for tie in ties:
                 bucket = self.buckets.get(tie.name)  # None when the tie is frozen
@@ -111,20 +125,22 @@ class RankExecutor:
 
     # -- a step
 
-    def train_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+    def train_step(self, inputs: Sequence[Tensors], labels: Sequence[Tensor]) -> float:
         """One optimizer step over `len(inputs)` microbatches; this rank's share of the loss.
 
-        Every rank gets the same batch; the first stage reads `inputs`, the last reads `labels`.
-        The shares of all ranks add up to the loss of the batch. When it returns, every replica on
-        this rank has its new weights.
+        Every rank gets the same batch: of each microbatch the input of the model, or the tuple of its
+        inputs, which the stages read as the ports say, and the labels, which the last one reads. The
+        shares of all ranks add up to the loss of the batch. When it returns, every replica on this rank
+        has its new weights.
         """
+        batch = [(each,) if isinstance(each, Tensor) else tuple(each) for each in inputs]
         with self._reporting(f"the start of step {self.step}"):
-            self._check_batch(inputs, labels)
-            self.exchange.fetching.want(inputs)
+            self._check_batch(batch, labels)
+            self.exchange.fetching.want(self._ids(batch, self.stages))
         loss = 0.0
         for action in self.dag.programs[self.rank]:
             with self._reporting(f"{action!r} of step {self.step}"):
-                loss += self._run(action, inputs, labels)
+                loss += self._run(action, batch, labels)
         with self._reporting(f"the end of step {self.step}"):
             self.mailbox.flush()
             self.exchange.fetching.end_step((), self.step)
@@ -132,18 +148,31 @@ class RankExecutor:
         self.step += 1
         return loss
 
-    def _check_batch(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+    def _check_batch(self, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]) -> None:
         wanted = self.dag.num_microbatches
         if len(inputs) != wanted or len(labels) != wanted:
             raise DagError(
                 f"rank {self.rank} runs {wanted} microbatches, and the batch has {len(inputs)} of inputs and "
                 f"{len(labels)} of labels; give one of each per microbatch of the TrainingDAG"
             )
+        read = {source.index for port in self.ports for source in port.inputs if source.stage is None}
+        for microbatch, given in enumerate(inputs):
+            if len(given) <= max(read, default=-1):
+                raise DagError(
+                    f"microbatch {microbatch} has {len(given)} inputs, and the stages read those at "
+                    f"{sorted(read)}; give every input of the model"
+                )
         for tie in self.plan.ties:
-            if any(holder.use is Use.LOOKUP and 0 in holder.stages for holder in tie.holders):
-                checked_ids(inputs, tie.shape[0], f"tie {tie.tie.names}, step {self.step}")
+            stages = [s for holder in tie.holders if holder.use is Use.LOOKUP for s in holder.stages]
+            if stages:
+                checked_ids(self._ids(inputs, stages), tie.shape[0], f"tie {tie.tie.names}, step {self.step}")
 
-    def _run(self, action: Action, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> float:
+    def _ids(self, inputs: Sequence[tuple[Tensor, ...]], stages: Iterable[int]) -> list[Tensor]:
+        """The ids by which `stages` look rows up in this step."""
+        read = sorted({index for stage in stages for index in self.ports[stage].ids})
+        return [given[index] for given in inputs for index in read]
+
+    def _run(self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]) -> float:
         match action:
             case Compute(kind=ComputeKind.FORWARD, stage=stage, microbatch=microbatch):
                 return self._forward(stage, microbatch, inputs[microbatch], labels[microbatch])
@@ -174,14 +203,13 @@ class RankExecutor:
     def _note_grads(self, bucket: str) -> None:
         self.peak_grad_bytes[bucket] = max(self.peak_grad_bytes[bucket], self.buckets[bucket].grad_bytes)
 
-    def _forward(self, stage: int, microbatch: int, ids: Tensor, labels: Tensor) -> float:
-        runner = self.stages[stage]
+    def _forward(self, stage: int, microbatch: int, given: tuple[Tensor, ...], labels: Tensor) -> float:
         is_last = stage == self.dag.num_stages - 1
-        entering = ids if stage == 0 else self.mailbox.take_activation(stage - 1, microbatch)
-        output = runner.forward(microbatch, entering, labels if is_last else None)
+        entering = self.mailbox.take_inputs(stage, microbatch, given)
+        outputs = self.stages[stage].forward(microbatch, entering, labels if is_last else None)
         if is_last:
-            return float(output)
-        self.mailbox.put_activation(stage, microbatch, output)
+            return float(outputs[0])
+        self.mailbox.put_outputs(stage, microbatch, outputs)
         return 0.0
 
     def _backward(self, action: Compute) -> None:
@@ -190,12 +218,10 @@ class RankExecutor:
         if action.kind is ComputeKind.BACKWARD_WEIGHT:
             runner.backward_weight(microbatch)
             return
-        is_last = stage == self.dag.num_stages - 1
-        grad = None if is_last else self.mailbox.take_grad(stage + 1, microbatch)
+        grads = self.mailbox.take_output_grads(stage, microbatch)
         whole = action.kind is ComputeKind.BACKWARD
-        result = runner.backward(microbatch, grad) if whole else runner.backward_input(microbatch, grad)
-        if stage > 0:
-            self.mailbox.put_grad(stage, microbatch, result)
+        results = runner.backward(microbatch, grads) if whole else runner.backward_input(microbatch, grads)
+        self.mailbox.put_input_grads(stage, microbatch, results)
 
     # -- collectives
 
@@ -318,71 +344,9 @@ class RankExecutor:
                 self._groups[ranks] = self._fabric.group(ranks, "collective")
 
 
-def _check_stages(dag: TrainingDAG, rank: int, stages: Mapping[int, nn.Module]) -> None:
-    if sorted(stages) != list(dag.stages_of(rank)):
-        raise DagError(
-            f"rank {rank} runs the stages {list(dag.stages_of(rank))}, not {sorted(stages)}; give it the "
-            "module of each of its stages, by stage number"
-        )
-
-
-def _check_planned(tie: TiePlan, rank: int, parameter: nn.Parameter) -> None:
-    """The plan was made of what the ranks said they hold; the modules must be that."""
-    planned = (tie.shape, tie.dtype, tie.requires_grad)
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    found = (tuple(parameter.shape), dtype, parameter.requires_grad)
-    if planned != found:
-        raise TieError(
-            f"tie {tie.tie.names}: the plan has (shape, dtype, requires_grad) {planned}, and rank {rank} "
-            f"holds {found}; plan again with the modules as they are, on every rank"
-        )
-
-
-def _check_syncs(dag: TrainingDAG, plan: OwnershipPlan, rank: int, *, clips: bool, copies: bool) -> None:
-    """Raise DagError unless the DAG's syncs are the plan's, in its order, and it clips if it should."""
-    program = dag.programs[rank]
-    live = [tie for tie in plan.ties if tie.requires_grad]
-    planned = () if copies else (*fetch_nodes(live, rank), *sync_nodes(live, rank))
-    for kind in SyncKind:
-        here = [node for node in program if isinstance(node, Sync) and node.kind is kind]
-        wanted = [node for node in planned if node.kind is kind]
-        if here != wanted:
-            raise DagError(
-                f"rank {rank} has {here} in its program where the ownership plan has {wanted}, in this "
-                "order; insert the syncs of this plan with p2p_nodes.executable"
-            )
-    reduced = [node for node in program if isinstance(node, Collective) and node.bucket is not None]
-    ties = {tie.name: tie.ranks for tie in plan.ties}
-    for node in reduced:
-        if not copies or ties.get(str(node.bucket)) != node.ranks:
-            raise DagError(
-                f"rank {rank} has {node!r} in its program: an all-reduce is for the copies of a tie, over "
-                "all of its ranks (p2p_nodes.executable_copies, copies=True)"
-            )
-    if clips != any(isinstance(node, Collective) and node.bucket is None for node in program):
-        raise DagError(
-            f"rank {rank}: clip is {'given' if clips else 'not given'}, and its program does "
-            f"{'not ' if clips else ''}clip; give both or neither"
-        )
-
-
 def _places(stages: Mapping[int, nn.Module], tie: TiePlan) -> tuple[tuple[nn.Module, str], ...]:
     found = (place for module in stages.values() for place in named_places(module))
     return tuple((module, leaf) for name, module, leaf in found if name in tie.tie.names)
-
-
-def _check_row_stages(ties: Sequence[TiePlan], rank: int, stages: Mapping[int, nn.Module]) -> None:
-    """Raise TieError unless this rank can keep rows of `ties` as the plan has it."""
-    for tie in ties:
-        if rank not in tie.row_replicas:
-            continue
-        check_row_places(stages, tie, None, rank=rank)
-        if tie.holder(rank).stages != (0,):
-            raise TieError(
-                f"tie {tie.tie.names}: rank {rank} is to keep rows only, and looks them up in the stages "
-                f"{list(tie.holder(rank).stages)}; only the ids of stage 0 are known before a step, so plan "
-                "it with layout='dense'"
-            )
 
 
 def _open_lines(

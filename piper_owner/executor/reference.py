@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from piper_owner.data.batches import Batch
 from piper_owner.executor.config import TrainConfig
 from piper_owner.executor.optimizers import optimizer_factory
-from piper_owner.executor.plan import gpt_config, torch_dtype
 from piper_owner.executor.session import RankReport, StepReport
-from piper_owner.models.gpt import TIE, build_model, lm_loss
+from piper_owner.executor.source import GPTSource, ModelSource, SplitModel
+from piper_owner.models.gpt import lm_loss
 from piper_owner.stepping import state_bytes
 from piper_owner.transport.messages import BytesSent
 
@@ -22,12 +22,14 @@ __all__ = ["ReferenceSession"]
 class ReferenceSession:
     """Trains the run's model, microbatch by microbatch, with one optimizer over one copy of it."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._model = build_model(gpt_config(config), dtype=torch_dtype(config), seed=config.seed)
+    def __init__(self, config: TrainConfig, source: ModelSource | None = None) -> None:
+        source = GPTSource() if source is None else source
+        self._config = config = source.resolve(config)
+        self._model = source.build_model(config)
         self._optimizer = optimizer_factory(config.optimizer, config.learning_rate)(
             list(self._model.parameters())
         )
+        self._tied = _tied(self._model, source.split(config, device="meta"))
         self._tied_grads = 0
 
     def train_step(self, batch: Batch) -> StepReport:
@@ -41,19 +43,18 @@ class ReferenceSession:
             loss += float(share.detach())
         if self._config.clip is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip)
-        grad = self._tied().grad
-        self._tied_grads = max(self._tied_grads, 0 if grad is None else grad.nbytes)
+        grads = sum(tied.grad.nbytes for tied in self._tied if tied.grad is not None)
+        self._tied_grads = max(self._tied_grads, grads)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepReport(loss=loss, seconds=time.perf_counter() - start, bytes_sent=BytesSent())
 
     def report(self) -> RankReport:
         """The memory of the process."""
-        tied = self._tied()
         return RankReport(
-            tied_weights=tied.nbytes,
+            tied_weights=sum(tied.nbytes for tied in self._tied),
             tied_grads=self._tied_grads,
-            tied_optimizer=state_bytes(self._optimizer, tied),
+            tied_optimizer=sum(state_bytes(self._optimizer, tied) for tied in self._tied),
             optimizer_state=sum(state_bytes(self._optimizer, p) for p in self._model.parameters()),
         )
 
@@ -64,5 +65,8 @@ class ReferenceSession:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _tied(self) -> Tensor:
-        return self._model.get_parameter(TIE.name)
+
+def _tied(model: nn.Module, split: SplitModel) -> list[nn.Parameter]:
+    """The tied parameters of `model`, each once: a tie may have names that only its stages have."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return [next(held[name] for name in tie.names if name in held) for tie in split.ties]

@@ -12,9 +12,10 @@ from piper_owner.data.batches import Batch
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.optimizers import optimizer_factory
-from piper_owner.executor.plan import gpt_config, plan_run, torch_dtype
+from piper_owner.executor.plan import plan_run
 from piper_owner.executor.rank import RankExecutor
-from piper_owner.models.gpt import build_stage, lm_loss
+from piper_owner.executor.source import GPTSource, ModelSource
+from piper_owner.models.gpt import lm_loss
 from piper_owner.rows import RowsParameter
 from piper_owner.transport.base import Fabric
 from piper_owner.transport.messages import BytesSent
@@ -51,18 +52,21 @@ class RankSession:
     Raises ConfigError when the ranks have not planned the same run.
     """
 
-    def __init__(self, config: TrainConfig, run: RunKind, rank: int, fabric: Fabric) -> None:
-        self._config = config
-        plan = plan_run(config, run)
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunKind,
+        rank: int,
+        fabric: Fabric,
+        source: ModelSource | None = None,
+    ) -> None:
+        source = GPTSource() if source is None else source
+        plan = plan_run(config, run, source)
+        config = plan.config
         _agree(plan.digest, fabric)
         self._plan = plan.ownership
         self._num_tokens = config.tokens_per_step
-        self._modules = {
-            stage: build_stage(
-                gpt_config(config), stage, config.stages, dtype=torch_dtype(config), seed=config.seed
-            )
-            for stage in plan.dag.stages_of(rank)
-        }
+        self._modules = source.build_stages(config, plan.dag.stages_of(rank))
         self._executor = RankExecutor(
             plan.dag,
             plan.ownership,
@@ -71,6 +75,7 @@ class RankSession:
             optimizer=optimizer_factory(config.optimizer, config.learning_rate),
             loss=self._loss,
             fabric=fabric,
+            ports=plan.ports,
             chunk_bytes=config.chunk_bytes,
             clip=config.clip,
             copies=run is not RunKind.OWNER,

@@ -30,8 +30,12 @@ def build_dag(
     num_ranks: int,
     num_microbatches: int,
     buckets: Iterable[Bucket],
+    stage_edges: Iterable[tuple[int, int]] | None = None,
 ) -> TrainingDAG:
-    """The TrainingDAG of a chain of stages, computes only, at Level.BUILT.
+    """The TrainingDAG of a pipeline of stages, computes only, at Level.BUILT.
+
+    Stages are computed as in a chain; `stage_edges` says which stage's values go to which, where that
+    is not to the next one: from a lower number to a higher one.
 
     Raises ConfigError without at least one microbatch, and DagError when placement and buckets do
     not fit the ranks.
@@ -42,7 +46,7 @@ def build_dag(
         placement=placement,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        stage_edges=tuple((stage, stage + 1) for stage in range(len(placement) - 1)),
+        stage_edges=_chain(len(placement)) if stage_edges is None else tuple(stage_edges),
         buckets=tuple(buckets),
         programs=((),) * num_ranks,
     )
@@ -63,3 +67,7 @@ def build_dag(
     )
     check_rules(dag, Level.BUILT)
     return dag
+
+
+def _chain(num_stages: int) -> tuple[tuple[int, int], ...]:
+    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
