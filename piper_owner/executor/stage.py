@@ -104,10 +104,17 @@ class StageRunner:
     def backward_weight(self, microbatch: int) -> None:
         """Add to the parameters' gradients what `backward_input` left out."""
         state = self._in_flight.pop(microbatch)
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        # A table of rows in use lets nobody have it but autograd itself: so not the parameter, but where
+        # its gradient adds up. Only this look is without its guard: a backward may run forwards again.
+        with torch._C.DisableTorchFunctionSubclass():
+            edges = [
+                torch.autograd.graph.get_gradient_edge(parameter)
+                for parameter in self.module.parameters()
+                if parameter.requires_grad
+            ]
         outputs, starts = self._starts(state)
-        if parameters and outputs:
-            torch.autograd.backward(outputs, starts, inputs=parameters)
+        if edges and outputs:
+            torch.autograd.backward(outputs, starts, inputs=edges)
 
     def _starts(self, state: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs where the backward starts, and their gradients (None: the loss itself)."""
