@@ -4,6 +4,7 @@
     |-- InputError (ValueError)          what the user gave cannot work
     |   |-- TieError                     a tie names wrong or unlike parameters
     |   |-- ConfigError                  an option, or options that contradict each other
+    |   |-- DirectiveError               a schedule program, or one directive of it
     |   |-- RowIndexError (IndexError)   an id is outside the vocabulary
     |   |-- DataError                    a text that cannot be trained on
     |   `-- ResourceError                the cluster is smaller than asked for
@@ -33,6 +34,7 @@ __all__ = [
     "DagParseError",
     "DataError",
     "DeadlockError",
+    "DirectiveError",
     "DryRunError",
     "ExchangeError",
     "InputError",
@@ -66,6 +68,10 @@ class TieError(InputError):
 
 class ConfigError(InputError):
     """An option has a value that cannot work, or two options contradict each other."""
+
+
+class DirectiveError(InputError):
+    """A schedule program does not parse, or one of its directives cannot work; quotes the directive."""
 
 
 class RowIndexError(InputError, IndexError):

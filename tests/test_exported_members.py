@@ -13,6 +13,7 @@ EXPORTED = [
     "DagParseError",
     "DataError",
     "DeadlockError",
+    "DirectiveError",
     "DryRunError",
     "ExchangeError",
     "GradScaler",
