@@ -188,7 +188,7 @@ def test_text_that_cannot_be_trained_on(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--stages", "two"], ["--dp", "2"], ["--schedule", "zbv"], ["--step", "3"], ["extra"]]
+    "arguments", [["--stages", "two"], ["--dp", "2"], ["--schedule", "1b1f"], ["--step", "3"], ["extra"]]
 )
 def test_unknown_options_and_words_are_bad_input(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

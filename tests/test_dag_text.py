@@ -26,6 +26,15 @@ def _golden() -> dict[str, TrainingDAG]:
         "1f1b_2x3": executable(built(chain, 3), planned(chain, [(0, 1)])),
         "1f1b_loop_4x3_clip": executable(built(loop, 3), planned(loop, [(0, 3)]), clip=True),
         "1f1b_v_4x3": executable(built(v, 3), planned(v, [(0, 3)])),
+        "interleaved_4x4": executable(
+            built(loop, 4, schedule=Schedule.INTERLEAVED), planned(loop, [(0, 3)], lookups=(0,))
+        ),
+        "zbv_4x4_clip": executable(
+            built(v, 4, schedule=Schedule.ZBV), planned(v, [(0, 3), (1, 3)]), clip=True
+        ),
+        "dualpipev_4x4": executable(
+            built(v, 4, schedule=Schedule.DUALPIPEV), planned(v, [(0, 1, 2, 3)], owner="last")
+        ),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from dag_cases import Case, built, cases, texts
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from piper_owner.dag.graph import Bucket
 from piper_owner.dag.lower import insert_transfers
-from piper_owner.dag.nodes import Compute, ComputeKind
+from piper_owner.dag.nodes import Action, Compute, ComputeKind
 from piper_owner.errors import ConfigError, DagError
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 from piper_owner.simulate import simulate
@@ -61,12 +62,115 @@ def test_one_stage_a_rank_is_classic_1f1b(num_stages: int, num_microbatches: int
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_one_stage_a_rank_takes_the_time_of_the_textbook(schedule: Schedule) -> None:
-    stages, microbatches = 4, 8
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_one_stage_a_rank_takes_the_time_of_the_textbook(schedule: Schedule, microbatches: int) -> None:
+    stages = 4
     timeline = simulate(insert_transfers(built(range(stages), microbatches, schedule=schedule)))
-    # A forward takes 1 and a backward 2, so filling and draining leaves 3 * (stages - 1) idle.
-    assert timeline.makespan == 3 * (microbatches + stages - 1)
-    assert [timeline.idle(rank) for rank in range(stages)] == [3 * (stages - 1)] * stages
+    # A forward takes 1 and a backward 2, so filling and draining leaves 3 * (stages - 1) idle; where a
+    # backward is split, its weight part fills a third of that.
+    splits = schedule in (Schedule.ZBV, Schedule.DUALPIPEV)
+    idle = (2 if splits else 3) * (stages - 1)
+    assert timeline.makespan == 3 * microbatches + idle
+    assert [timeline.idle(rank) for rank in range(stages)] == [idle] * stages
+
+
+def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
+    for stages, microbatches in itertools.product((1, 2, 4, 5), (1, 3, 4, 9)):
+        chain = range(stages)
+        assert built(chain, microbatches, schedule=Schedule.INTERLEAVED) == built(chain, microbatches)
+
+
+def test_the_classic_orders_of_four_stages_on_two_ranks() -> None:
+    loop, v = (0, 1, 0, 1), (0, 1, 1, 0)
+    expected = {
+        (Schedule.INTERLEAVED, loop): (
+            "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+            "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+        ),
+        (Schedule.ZBV, v): (
+            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 0F3 3I2 3W2 0I1 0W1 3F3 3I3 0I2 0W2 0I3 3W3 0W3",
+            "1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 2W1 1I1 1W1 1F3 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3",
+        ),
+        (Schedule.DUALPIPEV, v): (
+            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
+            "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+        ),
+    }
+    for (schedule, placement), programs in expected.items():
+        dag = built(placement, 4, schedule=schedule)
+        assert [texts(dag, 0), texts(dag, 1)] == [program.split() for program in programs]
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (4, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_interleaved_warms_up_as_megatron_does(ranks: int, each: int, rounds: int) -> None:
+    placement = place_stages(ranks * each, ranks, Placement.LOOP)
+    dag = built(placement, rounds * ranks, schedule=Schedule.INTERLEAVED)
+    for rank, program in enumerate(dag.programs):
+        kinds = [action.kind for action in program if isinstance(action, Compute)]
+        total = each * rounds * ranks
+        warm_up = min(2 * (ranks - rank - 1) + (each - 1) * ranks, total)
+        forward, backward = ComputeKind.FORWARD, ComputeKind.BACKWARD
+        steady = [forward, backward] * (total - warm_up)
+        assert kinds == [forward] * warm_up + steady + [backward] * warm_up
+        # Rounds of as many microbatches as there are ranks, stage by stage; backwards the other way.
+        order = [
+            (turn, round_ * ranks + i)
+            for round_ in range(rounds)
+            for turn in range(each)
+            for i in range(ranks)
+        ]
+        computes = [action for action in program if isinstance(action, Compute)]
+        for kind, turns in ((forward, range(each)), (backward, range(each)[::-1])):
+            mine = [(c.stage, c.microbatch) for c in computes if c.kind is kind]
+            assert mine == [(rank + ranks * turns[turn], microbatch) for turn, microbatch in order]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "microbatches"), [(2, 2, 3), (4, 2, 9), (4, 2, 18), (8, 2, 33), (4, 4, 7)]
+)
+def test_interleaved_idles_no_longer_for_microbatches_that_ranks_do_not_divide(
+    ranks: int, each: int, microbatches: int
+) -> None:
+    placement = place_stages(ranks * each, ranks, Placement.LOOP)
+    timeline = simulate(insert_transfers(built(placement, microbatches, schedule=Schedule.INTERLEAVED)))
+    assert timeline.makespan == 3 * (each * microbatches + ranks - 1)
+
+
+def in_flight(program: Sequence[Action]) -> int:
+    """The most forwards of a program whose backward, with its weight part, was not complete."""
+    alive = most = 0
+    for action in program:
+        assert isinstance(action, Compute)
+        match action.kind:
+            case ComputeKind.FORWARD:
+                alive += 1
+            case ComputeKind.BACKWARD | ComputeKind.BACKWARD_WEIGHT:
+                alive -= 1
+            case ComputeKind.BACKWARD_INPUT:
+                pass
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 16, 35])
+def test_a_v_keeps_no_more_activations_than_published(ranks: int, microbatches: int) -> None:
+    placement = place_stages(2 * ranks, ranks, Placement.V)
+    zbv = built(placement, microbatches, schedule=Schedule.ZBV)
+    assert max(map(in_flight, zbv.programs)) <= min(2 * ranks, 2 * microbatches)
+    pairs = built(placement, microbatches, schedule=Schedule.DUALPIPEV)
+    assert max(map(in_flight, pairs.programs)) <= min(2 * ranks + 1, 2 * microbatches)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ZBV, Schedule.DUALPIPEV])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 7, 40])
+def test_a_full_v_idles_only_while_it_fills(schedule: Schedule, ranks: int, more: int) -> None:
+    placement = place_stages(2 * ranks, ranks, Placement.V)
+    timeline = simulate(insert_transfers(built(placement, 2 * ranks + more, schedule=schedule)))
+    # The last rank waits for ranks - 1 forwards; what a rank does not wait at the start it waits at the end.
+    assert [timeline.idle(rank) for rank in range(ranks)] == [ranks - 1] * ranks
 
 
 def test_1f1b_keeps_no_more_activations_than_there_are_stages_left() -> None:
@@ -84,7 +188,7 @@ def test_1f1b_keeps_no_more_activations_than_there_are_stages_left() -> None:
 @given(cases())
 def test_any_placement_can_run(case: Case) -> None:
     dag = case.build()  # the rules of the level it reaches are checked there
-    assert len(dag.topological_order()) == 2 * len(case.placement) * case.num_microbatches
+    assert len(dag.topological_order()) == sum(map(len, dag.programs))
     simulate(insert_transfers(dag))
 
 
@@ -92,6 +196,21 @@ def test_any_placement_can_run(case: Case) -> None:
 @given(cases())
 def test_the_same_input_gives_the_same_schedule(case: Case) -> None:
     assert case.build() == case.build()
+
+
+def test_data_may_skip_stages() -> None:
+    edges = ((0, 1), (1, 2), (0, 3), (2, 3))
+    for schedule in Schedule:
+        dag = build_dag(
+            schedule,
+            placement=(0, 1, 2, 0),
+            num_ranks=3,
+            num_microbatches=4,
+            buckets=(),
+            stage_edges=iter(edges),
+        )
+        assert dag.stage_edges == edges
+        simulate(insert_transfers(dag))
 
 
 def test_build_refuses_what_cannot_work() -> None:
@@ -107,3 +226,13 @@ def test_build_refuses_what_cannot_work() -> None:
             num_microbatches=1,
             buckets=[Bucket(name="w", stages=(5,))],
         )
+    for edge, error in (((1, 0), ConfigError), ((0, 2), DagError)):
+        with pytest.raises(error, match=rf"stage edge {edge[0]}->{edge[1]}"):
+            build_dag(
+                Schedule.ZBV,
+                placement=(0, 1),
+                num_ranks=2,
+                num_microbatches=1,
+                buckets=(),
+                stage_edges=[edge],
+            )

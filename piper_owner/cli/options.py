@@ -140,7 +140,9 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         group,
         "schedule",
         SCHEDULES,
-        "order of the microbatches; gpipe: all forwards, then all backwards; 1f1b: in turn, for less memory",
+        "order of the microbatches; gpipe: all forwards, then all backwards; 1f1b: in turn, for less memory; "
+        "interleaved: 1f1b for several stages a device; zbv and dualpipev: for two stages a device under "
+        "--placement v, backwards split in two so that devices wait less",
     )
     _add(group, "microbatches", int, "N", "pieces that a batch is cut into, so that stages work at once")
     group.add_argument(

@@ -22,7 +22,7 @@ __all__ = [
 
 PLACEMENTS: Final = ("loop", "v")
 LAYOUTS: Final = ("auto", "rows", "dense")
-SCHEDULES: Final = ("gpipe", "1f1b")
+SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
 LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
 _LONGEST_TIMEOUT: Final = 30 * 86_400.0
