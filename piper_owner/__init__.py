@@ -33,12 +33,14 @@ from piper_owner.errors import (
     RuleViolationError,
     RunError,
     TieError,
+    TraceError,
     UnmatchedMessageError,
 )
 from piper_owner.ownership import OwnershipPlan, Tie, elect_owner, plan_ownership
 
 if TYPE_CHECKING:
     from piper_owner.assignment import Ownership, assign_owners
+    from piper_owner.frontends.piper.annotation import annotate
     from piper_owner.grad_scaler import GradScaler
     from piper_owner.optimizer_wrap import OwnerOptimizer
     from piper_owner.ties import find_ties
@@ -50,6 +52,7 @@ _LAZY = {
     "GradScaler": "piper_owner.grad_scaler",
     "OwnerOptimizer": "piper_owner.optimizer_wrap",
     "Ownership": "piper_owner.assignment",
+    "annotate": "piper_owner.frontends.piper.annotation",
     "assign_owners": "piper_owner.assignment",
     "find_ties": "piper_owner.ties",
 }
@@ -81,8 +84,10 @@ __all__ = [
     "RunError",
     "Tie",
     "TieError",
+    "TraceError",
     "UnmatchedMessageError",
     "__version__",
+    "annotate",
     "assign_owners",
     "elect_owner",
     "find_ties",

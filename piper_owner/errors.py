@@ -7,6 +7,7 @@
     |   |-- DirectiveError               a schedule program, or one directive of it
     |   |-- RowIndexError (IndexError)   an id is outside the vocabulary
     |   |-- DataError                    a text that cannot be trained on
+    |   |-- TraceError                   a model that cannot be traced, or split by its annotations
     |   `-- ResourceError                the cluster is smaller than asked for
     |-- DagError (ValueError)            a TrainingDAG that must not run
     |   |-- DagParseError                its text form does not parse
@@ -50,6 +51,7 @@ __all__ = [
     "RuleViolationError",
     "RunError",
     "TieError",
+    "TraceError",
     "UnmatchedMessageError",
 ]
 
@@ -80,6 +82,10 @@ class RowIndexError(InputError, IndexError):
 
 class DataError(InputError):
     """The text to train on is missing, empty, binary or too short."""
+
+
+class TraceError(InputError):
+    """A model cannot be traced into one fixed graph, or its annotations do not split it into stages."""
 
 
 class ResourceError(InputError):
