@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tiny import SGD, Pipeline, batch_losses, one_torch_thread
 
 from piper_owner.data.batches import TokenStream
-from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.config import SCHEDULES, RunKind, TrainConfig
 from piper_owner.executor.local import train_in_process
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.reference import ReferenceSession
@@ -39,7 +39,7 @@ LEARNING_RATES = {"sgd": 0.3, "adamw": 3e-3, "adafactor": 3e-2}
 
 # One value of each makes a combination; see `combination`.
 FACTORS: dict[str, Sequence[object]] = {
-    "schedule": ("gpipe", "1f1b"),
+    "schedule": SCHEDULES,
     "microbatches": (1, 4, 7),
     "stages": (2, 3, 4),
     "stages_per_rank": (1, 2),
@@ -205,6 +205,35 @@ def test_training_equals_one_copy(values: Values) -> None:
 @pytest.mark.parametrize("values", _everything(), ids=name_of)
 def test_training_equals_one_copy_everywhere(values: Values) -> None:
     check_law(*train_all(values))
+
+
+def _homes() -> Iterator[tuple[str, str, int, int, float | None]]:
+    """Every schedule on every home ground: one stage a rank, two placed round and round, two as a V."""
+    yield from itertools.product(SCHEDULES, ("loop", "loop-2", "v"), (4, 8), (4,), (None, 0.05))
+
+
+@pytest.mark.parametrize(
+    "home",
+    [
+        # By default a fourth, in which every schedule meets every placement.
+        pytest.param(home, id=name_of(home), marks=() if i % 4 == i // 4 % 4 else pytest.mark.slow)
+        for i, home in enumerate(_homes())
+    ],
+)
+def test_every_schedule_trains_right_on_every_home_ground(
+    home: tuple[str, str, int, int, float | None],
+) -> None:
+    schedule, shape, microbatches, stages, clip = home
+    each = 1 if shape == "loop" else 2
+    config = combination(
+        (schedule, microbatches, stages, each, shape.removesuffix("-2"), "adamw", "auto", clip, 2**20, "auto")
+    )
+    result = train_in_process(config, stream_of(config), compare=(RunKind.REFERENCE,))
+    differences = compare(result.runs, result.ownership)
+    assert differences.loss[RunKind.OWNER] < 1e-10
+    assert differences.param[RunKind.OWNER] < 1e-10
+    assert result.replicas_equal
+    check_bytes(config, result.runs[RunKind.OWNER], result.runs[RunKind.REFERENCE])
 
 
 def train_rank(
