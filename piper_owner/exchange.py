@@ -350,13 +350,14 @@ class Exchange:
         own = take_grad(tie) if tie.wide_grad is None else local_of(tie.wide_grad)
         assert tie.stepper is not None
         began = time.perf_counter()
+        # What is whole already has been averaged.
+        averages = self.side is not None and not self._is_global and tie.is_due
         due, tie.due, tie.is_due = tie.due, [], False
         incoming = {rank: self._grad_from(rank, tie, step) for rank in due}
         shares = {
             rank: self._share(rank, tie, message) for rank, message in incoming.items() if message.present
         }
         present = own is not None or bool(shares)
-        averages = self.side is not None and not self._is_global
         if averages and self.side is not None:
             present = self.side.agree(tie, step, present=present)
         self.clock.grads += time.perf_counter() - began

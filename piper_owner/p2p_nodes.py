@@ -1,8 +1,8 @@
 """The nodes that keep ties one parameter, and the passes that insert them. Pure.
 
 Canonical order of passes: `insert_bucket_steps`, `insert_ownership`, `insert_clip`,
-`insert_transfers`; `executable` runs them. Bucket steps and transfers may also come first: the
-result is the same.
+`insert_data_parallel`, `insert_transfers`; `executable` runs them. Bucket steps and transfers may also
+come first: the result is the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from piper_owner.dag.nodes import (
     SyncKind,
     Transfer,
 )
+from piper_owner.dag.pipelines import insert_data_parallel
 from piper_owner.dag.rules import Level, check_rules, level_of
 from piper_owner.errors import DagError
-from piper_owner.ownership import OwnershipPlan, TiePlan
+from piper_owner.ownership import OwnershipPlan, Scope, TiePlan
 
 __all__ = [
     "Sync",
@@ -128,17 +129,25 @@ def insert_all_reduce(dag: TrainingDAG, ties: Iterable[TiePlan]) -> TrainingDAG:
     return with_programs(dag, programs)
 
 
-def executable(dag: TrainingDAG, plan: OwnershipPlan, *, clip: bool = False) -> TrainingDAG:
-    """Run all passes on a DAG as built: steps, ownership, the clip if wanted, transfers.
+def executable(
+    dag: TrainingDAG, plan: OwnershipPlan, *, clip: bool = False, num_pipelines: int = 1
+) -> TrainingDAG:
+    """Run all passes on a DAG as built: steps, ownership, the clip and pipelines if wanted, transfers.
 
     Raises DagError as the passes do; the result keeps every rule of Level.EXECUTABLE.
     """
     dag = insert_ownership(insert_bucket_steps(dag), plan)
-    return _finish(dag, clip=clip)
+    one_owner = plan.scope is Scope.GLOBAL
+    return _finish(dag, clip=clip, num_pipelines=num_pipelines, one_owner=one_owner)
 
 
 def executable_copies(
-    dag: TrainingDAG, plan: OwnershipPlan, *, all_reduce: bool, clip: bool = False
+    dag: TrainingDAG,
+    plan: OwnershipPlan,
+    *,
+    all_reduce: bool,
+    clip: bool = False,
+    num_pipelines: int = 1,
 ) -> TrainingDAG:
     """The same for copies that each holder steps: all-reduced, or, as a naive system does, not.
 
@@ -147,11 +156,12 @@ def executable_copies(
     dag = insert_bucket_steps(dag)
     if all_reduce:
         dag = insert_all_reduce(dag, plan.ties)
-    return _finish(dag, clip=clip)
+    return _finish(dag, clip=clip, num_pipelines=num_pipelines, one_owner=False)
 
 
-def _finish(dag: TrainingDAG, *, clip: bool) -> TrainingDAG:
-    dag = insert_transfers(insert_clip(dag) if clip else dag)
+def _finish(dag: TrainingDAG, *, clip: bool, num_pipelines: int, one_owner: bool) -> TrainingDAG:
+    dag = insert_clip(dag) if clip else dag
+    dag = insert_transfers(insert_data_parallel(dag, num_pipelines, one_owner=one_owner))
     if level_of(dag) is not Level.EXECUTABLE:  # else the last pass has checked it
         check_rules(dag, Level.EXECUTABLE)
     return dag

@@ -3,7 +3,8 @@
 Sends take no time of the sender and arrive after their flight time; recvs block; messages of an
 ordered pair of ranks are first in, first out, pipeline transfers and tied sync each on a channel
 of their own; a collective is a barrier over its ranks. What a rank does depends only on its
-own program and the messages that reach it, so one run stands for every interleaving.
+own program and the messages that reach it, so one run stands for every interleaving. Equal
+pipelines side by side run the same programs in step, so one of them stands for all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final, assert_never
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import (
     FETCHES,
+    Across,
     Action,
     BucketStep,
     Collective,
@@ -55,7 +57,7 @@ def unit_duration(action: Action) -> float:
             return 1.0
         case Sync(kind=sync):
             return 1.0 if sync is SyncKind.OWNER_STEP else 0.0
-        case Transfer() | Collective():
+        case Transfer() | Collective() | Across():
             return 0.0
         case _:
             assert_never(action)

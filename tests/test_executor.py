@@ -494,7 +494,7 @@ def test_ranks_that_planned_different_runs_are_told() -> None:
     def work(fabric: Fabric) -> str:
         config = small(schedule=("gpipe", "1f1b")[fabric.rank], microbatches=4)
         with pytest.raises(ConfigError) as caught:
-            RankSession(config, RunKind.OWNER, fabric.rank, fabric)
+            RankSession(config, RunKind.OWNER, fabric)
         return str(caught.value)
 
     texts = run_threads(2, work, timeout=timedelta(seconds=20))
@@ -720,7 +720,7 @@ def test_the_report_gives_measured_bytes(owner: str, devices: int) -> None:
     stream = TokenStream(np.arange(500) % 300, microbatches=2, microbatch_size=2, sequence_length=8)
 
     def work(fabric: Fabric) -> tuple[RankReport, RankReport]:
-        session = RankSession(config, RunKind.OWNER, fabric.rank, fabric)
+        session = RankSession(config, RunKind.OWNER, fabric)
         before = session.report()
         session.train_step(stream.batch(0))
         session.close()

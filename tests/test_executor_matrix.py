@@ -240,7 +240,7 @@ def train_rank(
     fabric: Fabric, config: TrainConfig
 ) -> tuple[list[StepReport], RankReport, dict[str, NDArray[np.float64]]]:
     """What one process does; its weights come back as arrays."""
-    session = RankSession(config, RunKind.OWNER, fabric.rank, fabric)
+    session = RankSession(config, RunKind.OWNER, fabric)
     stream = stream_of(config)
     steps = [session.train_step(stream.batch(step)) for step in range(config.steps)]
     assert session.check()

@@ -102,7 +102,7 @@ class _Rank:
         sessions = {}
         for way, (kind, layout) in _RUNS.items():
             fabric = self.fabric(f"step {way.value}")
-            sessions[way] = RankSession(config.train_config(layout), kind, self._rank, fabric)
+            sessions[way] = RankSession(config.train_config(layout), kind, fabric)
         stream = TokenStream(
             tokens,
             microbatches=config.steps_microbatches,

@@ -18,13 +18,13 @@ from piper_owner.cli.options import TrainOptions
 from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import print_result
 from piper_owner.cli.termination import orderly_termination
-from piper_owner.data.batches import TokenStream
 from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
 from piper_owner.errors import RunError
 from piper_owner.executor.config import RunKind
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.results import TrainResult
+from piper_owner.executor.stream import token_stream
 from piper_owner.runtime import environment
 from piper_owner.runtime.address import check_address
 
@@ -71,15 +71,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _read_tokens(options: TrainOptions) -> tuple[str, NDArray[np.int32]]:
     """Where the text comes from, and its tokens; checked to be enough for one sequence."""
-    config = options.config
     text = read_text(options.text)
-    tokens = encode(text, config.vocab, cache_dir=_cache_folder())
-    TokenStream(
-        tokens,
-        microbatches=config.microbatches,
-        microbatch_size=config.microbatch_size,
-        sequence_length=config.sequence_length,
-    )
+    tokens = encode(text, options.config.vocab, cache_dir=_cache_folder())
+    token_stream(options.config, tokens)
     return text.source, tokens
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from piper_owner.dag.index import ABSENT, DagIndex
-from piper_owner.dag.nodes import CollectiveKind, SyncKind
+from piper_owner.dag.nodes import AcrossKind, CollectiveKind, SyncKind
 from piper_owner.errors import DagError
 
 if TYPE_CHECKING:
@@ -94,12 +94,18 @@ def _step_edges(index: DagIndex, base: list[int]) -> list[tuple[int, int]]:
                 if dag.placement[stage] == rank:
                     _link(edges, base, (rank, index.last_weight[stage]), (rank, position))
         reduces = [p for p, c in index.collectives[rank] if c.kind is CollectiveKind.ALL_REDUCE]
+        # Gradients that other pipelines have a part in are complete when these are done.
+        averaged = [p for p, a in index.across[rank] if a.kind is not AcrossKind.BROADCAST_WEIGHT]
+        for position in averaged:
+            _link(edges, base, (rank, index.last_weight_on[rank]), (rank, position))
+            for target, _ in index.steps[rank]:
+                _link(edges, base, (rank, position), (rank, target))
         clips = [p for p, c in index.collectives[rank] if c.kind is CollectiveKind.CLIP]
         owner_steps = [p for p, s in index.syncs[rank] if s.kind is SyncKind.OWNER_STEP]
         ready = [index.last_weight_on[rank]]
         received = [p for p, s in index.syncs[rank] if s.kind is SyncKind.RECV_GRAD]
         for position in clips:
-            for source in (*ready, *received, *reduces):
+            for source in (*ready, *received, *averaged, *reduces):
                 _link(edges, base, (rank, source), (rank, position))
             for target in (*(p for p, _ in index.steps[rank]), *owner_steps):
                 _link(edges, base, (rank, position), (rank, target))

@@ -65,7 +65,8 @@ class TrainingDAG:
 
     `placement[s]` is the rank of stage `s`; `stage_edges` says which stage's activation feeds
     which stage (a chain for an ordinary pipeline); `programs[r]` are the actions of rank `r`, in
-    temporal order.
+    temporal order. With `num_pipelines` above 1, that many equal pipelines run the same programs on other
+    data (data parallelism), and one of them stands for all.
 
     Raises DagError when the parts do not fit together (a rank or stage out of range, two buckets
     of one name, an owner that holds nothing). Whether the programs are right is for
@@ -78,6 +79,7 @@ class TrainingDAG:
     stage_edges: tuple[tuple[int, int], ...]
     buckets: tuple[Bucket, ...]
     programs: tuple[tuple[Action, ...], ...]
+    num_pipelines: int = 1
 
     def __post_init__(self) -> None:
         _check_shape(self)
@@ -135,10 +137,10 @@ class TrainingDAG:
 
 
 def _check_shape(dag: TrainingDAG) -> None:
-    if dag.num_ranks < 1 or dag.num_microbatches < 1 or not dag.placement:
+    if dag.num_ranks < 1 or dag.num_microbatches < 1 or not dag.placement or dag.num_pipelines < 1:
         raise DagError(
-            f"a TrainingDAG needs at least one rank, stage and microbatch, not {dag.num_ranks}, "
-            f"{len(dag.placement)} and {dag.num_microbatches}"
+            f"a TrainingDAG needs at least one rank, stage, microbatch and pipeline, not {dag.num_ranks}, "
+            f"{len(dag.placement)}, {dag.num_microbatches} and {dag.num_pipelines}"
         )
     for stage, rank in enumerate(dag.placement):
         if not 0 <= rank < dag.num_ranks:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
 from piper_owner.dag.nodes import (
+    Across,
     BucketStep,
     Collective,
     Compute,
@@ -47,7 +48,7 @@ class DagIndex:
     - `forward`, `backward` (B or I), `weight` (B or W), `split` (whether backward is I): by cell;
     - `send_activation`, `recv_activation`, `send_input_grad`, `recv_input_grad`: by slot;
     - `remote_edges`: the (source stage, target stage) of each edge between ranks;
-    - `steps`, `syncs`, `collectives`: by rank, pairs of position and action;
+    - `steps`, `syncs`, `collectives`, `across`: by rank, pairs of position and action;
     - `first_use`, `last_use`, `last_weight`: by stage, its first and last compute, and its last
       weight-backward;
     - `last_weight_on`: by rank, its last weight-backward of any stage;
@@ -57,7 +58,7 @@ class DagIndex:
     """
 
     __slots__ = (
-        "backward", "collectives", "dag", "edge_of", "first_use", "forward", "last_use", "last_weight",
+        "across", "backward", "collectives", "dag", "edge_of", "first_use", "forward", "last_use", "last_weight",
         "last_weight_on", "misplaced_computes", "misplaced_transfers", "num_slots", "received",
         "recv_activation", "recv_input_grad", "remote_edges", "send_activation", "send_input_grad", "sent",
         "split", "steps", "syncs", "weight",
@@ -81,6 +82,7 @@ class DagIndex:
         self.steps: list[list[tuple[int, BucketStep]]] = [[] for _ in dag.programs]
         self.syncs: list[list[tuple[int, Sync]]] = [[] for _ in dag.programs]
         self.collectives: list[list[tuple[int, Collective]]] = [[] for _ in dag.programs]
+        self.across: list[list[tuple[int, Across]]] = [[] for _ in dag.programs]
         self.first_use = [ABSENT] * len(placement)
         self.last_use = [ABSENT] * len(placement)
         self.last_weight = [ABSENT] * len(placement)
@@ -108,6 +110,8 @@ class DagIndex:
                         self.syncs[rank].append((position, action))
                     case Collective():
                         self.collectives[rank].append((position, action))
+                    case Across():
+                        self.across[rank].append((position, action))
                     case Compute() | Transfer():
                         raise AssertionError(f"{kind} is a subclass of an action")
                     case _:

@@ -2,11 +2,13 @@
 
 The canonical order is `insert_bucket_steps`, `insert_ownership` or `insert_all_reduce` (both in
 `piper_owner.p2p_nodes`, which also has `executable` to run them all), `insert_clip`,
-`insert_transfers`. Other orders give the same DAG, but `insert_clip` comes after the syncs.
+`insert_data_parallel` (in `piper_owner.dag.pipelines`), `insert_transfers`. Other orders give the same
+DAG, but `insert_clip` comes after the syncs.
 
 After its last compute and transfer a rank has a *tail*, which every pass keeps in this order:
-gradient sends, all-reduces, (gradient recvs and the clip, if there is one,) early owner steps,
-plain steps, late owner steps, weight recvs.
+gradients to the lead pipeline, gradient sends, averages over pipelines, all-reduces, (gradient recvs
+and the clip, if there is one,) early owner steps, plain steps, late owner steps, weight recvs, weights
+to the other pipelines.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import assert_never
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import (
     FETCHES,
+    Across,
+    AcrossKind,
     Action,
     BucketStep,
     Collective,
@@ -207,20 +211,26 @@ def arrange_tail(dag: TrainingDAG, rank: int, tail: Iterable[Action]) -> list[Ac
                 return 0
             case Sync(kind=kind) if kind in FETCHES:
                 return 0
-            case Sync(kind=SyncKind.SEND_GRAD):
+            case Across(kind=AcrossKind.REDUCE_GRAD):
                 return 1
-            case Collective(kind=CollectiveKind.ALL_REDUCE):
+            case Sync(kind=SyncKind.SEND_GRAD):
                 return 2
-            case Sync(kind=SyncKind.RECV_GRAD) if clipped:
+            case Across(kind=AcrossKind.ALL_REDUCE_GRAD):
                 return 3
-            case Collective(kind=CollectiveKind.CLIP):
+            case Collective(kind=CollectiveKind.ALL_REDUCE):
                 return 4
-            case BucketStep():
+            case Sync(kind=SyncKind.RECV_GRAD) if clipped:
+                return 5
+            case Collective(kind=CollectiveKind.CLIP):
                 return 6
-            case Sync(kind=SyncKind.RECV_WEIGHT):
+            case BucketStep():
                 return 8
+            case Sync(kind=SyncKind.RECV_WEIGHT):
+                return 10
+            case Across(kind=AcrossKind.BROADCAST_WEIGHT):
+                return 11
             case Sync(bucket=bucket):
-                return 5 if bucket in early else 7
+                return 7 if bucket in early else 9
             case _:
                 raise AssertionError(f"no place in a tail for {action!r}")
 

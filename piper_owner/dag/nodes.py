@@ -1,6 +1,6 @@
 """The closed set of actions that a rank of a TrainingDAG performs.
 
-Five families, each a frozen dataclass whose kind is an enum; code that dispatches on them is a
+Six families, each a frozen dataclass whose kind is an enum; code that dispatches on them is a
 `match` that ends in `assert_never`. The `repr` of an action is its text form, and
 `parse_action` gives the action back:
 
@@ -13,6 +13,8 @@ Five families, each a frozen dataclass whose kind is an enum; code that dispatch
     OWNER_STEP[w]                            the owner steps the only copy
     SEND_WEIGHT[w]->3 RECV_WEIGHT[w]<-0      the new weights come back
     ALL_REDUCE[w]{0,3}   CLIP{0,1,2,3}       collectives over the ranks named
+    DP_ALL_REDUCE[stage0]                    the same rank of all pipelines averages a bucket's gradient
+    DP_REDUCE[w]   DP_BROADCAST[w]           the lead pipeline gets a tie's gradient, and gives its weights
 
 Bucket names may hold any character; those other than letters, digits and `._-@/~` are written
 as `%XX` of their UTF-8 bytes.
@@ -29,6 +31,8 @@ from urllib.parse import quote, unquote
 from piper_owner.errors import DagParseError
 
 __all__ = [
+    "Across",
+    "AcrossKind",
     "Action",
     "BucketStep",
     "Collective",
@@ -85,6 +89,18 @@ class CollectiveKind(enum.Enum):
 
     ALL_REDUCE = "ALL_REDUCE"
     CLIP = "CLIP"
+
+
+class AcrossKind(enum.Enum):
+    """What the same ranks of several equal pipelines do together, for one bucket.
+
+    DP_ALL_REDUCE gives the mean gradient to each of them; DP_REDUCE gives it to the lead pipeline, which
+    steps for all, and DP_BROADCAST brings the new weights back.
+    """
+
+    ALL_REDUCE_GRAD = "DP_ALL_REDUCE"
+    REDUCE_GRAD = "DP_REDUCE"
+    BROADCAST_WEIGHT = "DP_BROADCAST"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -163,7 +179,18 @@ class Collective:
         return format_action(self)
 
 
-Action = Compute | Transfer | BucketStep | Sync | Collective
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Across:
+    """One operation of this rank with the same rank of the other pipelines."""
+
+    kind: AcrossKind
+    bucket: str
+
+    def __repr__(self) -> str:
+        return format_action(self)
+
+
+Action = Compute | Transfer | BucketStep | Sync | Collective | Across
 
 SENDS: Final = frozenset(
     {
@@ -198,6 +225,7 @@ _PATTERNS: Final = tuple(
         r"OWNER_STEP" + _NAME,
         r"(?P<sync>(?:SEND|RECV)_(?:IDS|ROWS|GRAD|WEIGHT))" + _NAME + r"(?P<arrow>->|<-)(?P<peer>\d+)",
         r"(?P<collective>ALL_REDUCE|CLIP)(?:" + _NAME + r")?\{(?P<ranks>\d+(?:,\d+)*)\}",
+        r"(?P<across>DP_(?:ALL_REDUCE|REDUCE|BROADCAST))" + _NAME,
     )
 )
 
@@ -222,6 +250,8 @@ def format_action(action: Action) -> str:
         case Sync(kind=sync, bucket=bucket, peer=rank):
             tail = "" if rank is None else f"{_arrow(sync)}{rank}"
             return f"{sync.value}[{_quote(bucket)}]{tail}"
+        case Across(kind=across, bucket=bucket):
+            return f"{across.value}[{_quote(bucket)}]"
         case Collective(kind=collective, ranks=ranks, bucket=name):
             middle = "" if name is None else f"[{_quote(name)}]"
             return f"{collective.value}{middle}{{{','.join(map(str, ranks))}}}"
@@ -270,6 +300,8 @@ def _build(index: int, part: dict[str, str]) -> Action:
             return Sync(kind=SyncKind.OWNER_STEP, bucket=str(name))
         case 4:
             return Sync(kind=SyncKind(part["sync"]), bucket=str(name), peer=int(part["peer"]))
-        case _:
+        case 5:
             ranks = tuple(map(int, part["ranks"].split(",")))
             return Collective(kind=CollectiveKind(part["collective"]), ranks=ranks, bucket=name)
+        case _:
+            return Across(kind=AcrossKind(part["across"]), bucket=str(name))

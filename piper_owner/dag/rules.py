@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from piper_owner.dag import pipeline_rules, sync_rules
+from piper_owner.dag import pipeline_rules, pipelines_rules, sync_rules
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.index import DagIndex, Violation
 from piper_owner.dag.nodes import BucketStep, Collective, Sync, SyncKind, Transfer
@@ -61,6 +61,7 @@ RULES: Final = (
     Rule(name="tie 3: recvs, step, weights, next use", levels=_FROM_SYNCED, check=sync_rules.step_between),
     Rule(name="tie 4: rows before their use", levels=_FROM_SYNCED, check=sync_rules.rows_come_first),
     Rule(name="one clip on every rank", levels=_FROM_SYNCED, check=sync_rules.one_clip),
+    Rule(name="averaged over pipelines", levels=_EXECUTABLE, check=pipelines_rules.averaged_across),
     Rule(name="all-reduces agree", levels=_FROM_SYNCED, check=sync_rules.all_reduces_agree),
 )
 """Every rule, in the order in which they are checked."""

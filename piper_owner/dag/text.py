@@ -10,7 +10,8 @@
     rank 1
       1RECV_F0<-0@0 1F0 ...
 
-Indented lines continue the program of the rank above them; how they wrap has no meaning.
+Where several pipelines run side by side, the first line ends in `pipelines=2`. Indented lines
+continue the program of the rank above them; how they wrap has no meaning.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from piper_owner.errors import DagParseError
 __all__ = ["format_dag", "parse_dag"]
 
 _WIDTH: Final = 100
-_HEADER: Final = re.compile(r"training_dag ranks=(\d+) microbatches=(\d+)")
+_HEADER: Final = re.compile(r"training_dag ranks=(\d+) microbatches=(\d+)(?: pipelines=(\d+))?")
 _BUCKET: Final = re.compile(r"bucket (\S+) stages=(\d+(?:,\d+)*)(?: owner=(\d+)(?: rows=(\d+(?:,\d+)*))?)?")
 
 
 def format_dag(dag: TrainingDAG) -> str:
     """The text form of `dag`, ending in a newline."""
     lines = [
-        f"training_dag ranks={dag.num_ranks} microbatches={dag.num_microbatches}",
+        f"training_dag ranks={dag.num_ranks} microbatches={dag.num_microbatches}"
+        + (f" pipelines={dag.num_pipelines}" if dag.num_pipelines > 1 else ""),
         " ".join(["placement", *map(str, dag.placement)]),
         " ".join(["edges", *(f"{early}->{late}" for early, late in dag.stage_edges)]),
     ]
@@ -66,7 +68,7 @@ def parse_dag(text: str) -> TrainingDAG:
     do not fit together.
     """
     placement: tuple[int, ...] | None = None
-    header: tuple[int, int] | None = None
+    header: tuple[int, int, int] | None = None
     edges: tuple[tuple[int, int], ...] = ()
     buckets: list[Bucket] = []
     programs: list[list[Action]] = []
@@ -101,17 +103,18 @@ def parse_dag(text: str) -> TrainingDAG:
         placement=placement,
         num_ranks=header[0],
         num_microbatches=header[1],
+        num_pipelines=header[2],
         stage_edges=edges,
         buckets=tuple(buckets),
         programs=tuple(map(tuple, programs)),
     )
 
 
-def _numbers_of(pattern: re.Pattern[str], line: str) -> tuple[int, int]:
+def _numbers_of(pattern: re.Pattern[str], line: str) -> tuple[int, int, int]:
     found = pattern.fullmatch(line)
     if found is None:
         raise DagParseError("write it as 'training_dag ranks=2 microbatches=4'")
-    return int(found[1]), int(found[2])
+    return int(found[1]), int(found[2]), int(found[3] or 1)
 
 
 def _parse_edge(word: str) -> tuple[int, int]:

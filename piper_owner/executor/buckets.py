@@ -63,11 +63,14 @@ def local_buckets(
     rank: int,
     stages: Mapping[int, nn.Module],
     make_optimizer: OptimizerFactory,
+    *,
+    steps_ties: bool = True,
 ) -> dict[str, LocalBucket]:
     """The buckets of `rank` by name. Ties must have been united before.
 
     A plain bucket holds the parameter that bears its name, or else all parameters of its stage
-    that no other bucket holds. Parameters without requires_grad are in no bucket.
+    that no other bucket holds. Parameters without requires_grad are in no bucket. `steps_ties`: whether
+    the owners of ties are in this pipeline.
 
     Raises TieError when one Parameter is in two stages of the rank but in no tie.
     """
@@ -89,7 +92,7 @@ def local_buckets(
         if bucket.owner is not None:
             names = plan[bucket.name].tie.names
             found = [held[name] for held in named.values() for name in names if name in held]
-            add(bucket, found, steps=bucket.owner == rank)
+            add(bucket, found, steps=steps_ties and bucket.owner == rank)
         elif bucket.name in named[bucket.stages[0]]:
             add(bucket, [named[bucket.stages[0]][bucket.name]], steps=True)
     for bucket in mine:

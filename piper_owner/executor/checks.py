@@ -13,8 +13,9 @@ from piper_owner.executor.ports import StagePorts, stage_edges
 from piper_owner.fetching import check_row_places
 from piper_owner.ownership import OwnershipPlan, TiePlan
 from piper_owner.p2p_nodes import fetch_nodes, sync_nodes
+from piper_owner.transport.base import Fabric
 
-__all__ = ["check_planned", "check_ports", "check_row_stages", "check_stages", "check_syncs"]
+__all__ = ["check_planned", "check_ports", "check_row_stages", "check_side", "check_stages", "check_syncs"]
 
 
 def check_stages(dag: TrainingDAG, rank: int, stages: Mapping[int, nn.Module]) -> None:
@@ -71,6 +72,16 @@ def check_ports(dag: TrainingDAG, ports: Sequence[StagePorts]) -> None:
             f"the ports of {len(ports)} stages have the edges {list(stage_edges(ports))}, and the "
             f"TrainingDAG of {dag.num_stages} stages has {sorted(dag.stage_edges)}; build it with "
             "the edges of the ports"
+        )
+
+
+def check_side(dag: TrainingDAG, side: Fabric | None) -> None:
+    """Raise DagError unless `side` leads to as many pipelines as `dag` is for."""
+    found = 1 if side is None else side.world_size
+    if found != dag.num_pipelines:
+        raise DagError(
+            f"the TrainingDAG is for {dag.num_pipelines} pipelines, and the ranks of side= are {found}; give "
+            "the same rank of every pipeline"
         )
 
 

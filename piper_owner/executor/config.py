@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from piper_owner.errors import ConfigError
-from piper_owner.ownership import LayoutChoice, OwnerChoice
+from piper_owner.ownership import LayoutChoice, OwnerChoice, Scope
 
 __all__ = [
     "DTYPES",
@@ -16,6 +16,7 @@ __all__ = [
     "OPTIMIZERS",
     "PLACEMENTS",
     "SCHEDULES",
+    "SCOPES",
     "RunKind",
     "TrainConfig",
 ]
@@ -23,6 +24,7 @@ __all__ = [
 PLACEMENTS: Final = ("loop", "v")
 LAYOUTS: Final = ("auto", "rows", "dense")
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+SCOPES: Final = tuple(scope.value for scope in Scope)
 OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
 LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
 _LONGEST_TIMEOUT: Final = 30 * 86_400.0
@@ -42,7 +44,8 @@ class RunKind(enum.Enum):
 class TrainConfig:
     """A GPT with a tied head, a pipeline to train it on, and how long.
 
-    A batch is `microbatches * microbatch_size` sequences of `sequence_length` tokens. `devices`
+    A batch is `dp * microbatches * microbatch_size` sequences of `sequence_length` tokens: each of `dp`
+    equal pipelines, of `devices` each, trains on its own part. `devices`
     defaults to one per stage under `loop` and to half the stages, rounded up, under `v`; `lr` to
     what suits the optimizer (LEARNING_RATES).
     `timeout_seconds` bounds every wait of one rank for another.
@@ -61,6 +64,8 @@ class TrainConfig:
     hidden: int = 128
     layers: int = 4
     heads: int = 4
+    dp: int = 1
+    scope: str = "pipeline"
     owner: OwnerChoice = "auto"
     layout: LayoutChoice = "auto"
     optimizer: str = "adamw"
@@ -87,9 +92,19 @@ class TrainConfig:
         return self.lr
 
     @property
+    def num_ranks(self) -> int:
+        """Workers of all pipelines: rank r of pipeline p is worker `p * devices + r`."""
+        return self.devices * self.dp
+
+    @property
+    def all_microbatches(self) -> int:
+        """Microbatches of all pipelines: pipeline p trains on those from `p * microbatches`."""
+        return self.microbatches * self.dp
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on."""
-        return self.microbatches * self.microbatch_size * self.sequence_length
+        return self.all_microbatches * self.microbatch_size * self.sequence_length
 
 
 def _check(config: TrainConfig) -> None:
@@ -97,6 +112,7 @@ def _check(config: TrainConfig) -> None:
         "stages",
         "devices",
         "microbatches",
+        "dp",
         "microbatch_size",
         "sequence_length",
         "hidden",
@@ -111,6 +127,7 @@ def _check(config: TrainConfig) -> None:
         ("placement", PLACEMENTS),
         ("layout", LAYOUTS),
         ("schedule", SCHEDULES),
+        ("scope", SCOPES),
         ("optimizer", OPTIMIZERS),
         ("dtype", DTYPES),
     ):
@@ -121,6 +138,11 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(
             f"--devices {config.devices} with --stages {config.stages}: a device without a stage has "
             "nothing to do; use at most as many devices as stages"
+        )
+    if config.dp > 1 and config.scope == Scope.GLOBAL.value and config.layout == "rows":
+        raise ConfigError(
+            f"--layout rows with --scope global and --dp {config.dp}: one owner for all pipelines would have "
+            "to serve each of them other rows; use --layout dense, or --scope pipeline"
         )
     if config.vocab < 256:
         raise ConfigError(f"--vocab {config.vocab}: a byte-level vocabulary has at least 256 tokens")

@@ -21,6 +21,7 @@ from piper_owner.executor.plan import plan_run
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.results import RunResult, TrainResult, collect_run
 from piper_owner.executor.session import RankReport, RankSession, StepReport
+from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.transport.base import Fabric
 from piper_owner.transport.memory import MemoryNetwork
 
@@ -76,36 +77,48 @@ class _Trained:
 
 
 def train_in_process(
-    config: TrainConfig, stream: TokenStream, *, compare: tuple[RunKind, ...] = (), text: str = ""
+    config: TrainConfig,
+    stream: TokenStream,
+    *,
+    compare: tuple[RunKind, ...] = (),
+    source: ModelSource | None = None,
+    text: str = "",
 ) -> TrainResult:
-    """Train the owner run and those of `compare` on `stream`; what `piper-owner train` returns."""
-    owner, equal = _train(config, RunKind.OWNER, stream)
+    """Train the owner run and those of `compare` on `stream`; what `piper-owner train` returns.
+
+    `source` is the model (None: the GPT).
+    """
+    source = GPTSource() if source is None else source
+    config = source.resolve(config)
+    owner, equal = _train(config, RunKind.OWNER, stream, source)
     runs = {RunKind.OWNER: owner}
     for kind in compare:
         if kind is RunKind.REFERENCE:
-            runs[kind] = _train_reference(config, stream)
+            runs[kind] = _train_reference(config, stream, source)
         else:
-            runs[kind], _ = _train(config, kind, stream)
-    plan = plan_run(config, RunKind.OWNER)
+            runs[kind], _ = _train(config, kind, stream, source)
+    plan = plan_run(config, RunKind.OWNER, source)
     return TrainResult(config=config, text=text, ownership=plan.ownership, runs=runs, replicas_equal=equal)
 
 
-def _train(config: TrainConfig, run: RunKind, stream: TokenStream) -> tuple[RunResult, bool]:
+def _train(
+    config: TrainConfig, run: RunKind, stream: TokenStream, source: ModelSource
+) -> tuple[RunResult, bool]:
     def work(fabric: Fabric) -> _Trained:
-        session = RankSession(config, run, fabric.rank, fabric)
+        session = RankSession(config, run, fabric, source)
         steps = [session.train_step(stream.batch(step)) for step in range(config.steps)]
         equal = session.check()
         session.close()
         return _Trained(steps, equal, session.report(), session.weights())
 
-    ranks = run_threads(config.devices, work, timeout=timedelta(seconds=config.timeout_seconds))
+    ranks = run_threads(config.num_ranks, work, timeout=timedelta(seconds=config.timeout_seconds))
     steps = [{rank: done.steps[step] for rank, done in enumerate(ranks)} for step in range(config.steps)]
     reports = {rank: done.report for rank, done in enumerate(ranks)}
     weights = {rank: done.weights for rank, done in enumerate(ranks)}
     return collect_run(config, run, steps, reports, weights), all(done.equal for done in ranks)
 
 
-def _train_reference(config: TrainConfig, stream: TokenStream) -> RunResult:
-    session = ReferenceSession(config)
+def _train_reference(config: TrainConfig, stream: TokenStream, source: ModelSource) -> RunResult:
+    session = ReferenceSession(config, source)
     steps = [{0: session.train_step(stream.batch(step))} for step in range(config.steps)]
     return collect_run(config, RunKind.REFERENCE, steps, {0: session.report()}, {0: session.weights()})

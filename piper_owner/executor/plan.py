@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 from typing import assert_never
@@ -12,7 +13,7 @@ from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.ports import StagePorts, stage_edges
 from piper_owner.executor.source import GPTSource, ModelSource, SplitModel
-from piper_owner.ownership import OwnershipPlan, ParameterUse, Use, plan_ownership
+from piper_owner.ownership import LayoutChoice, OwnershipPlan, ParameterUse, Scope, Use, plan_ownership
 from piper_owner.p2p_nodes import executable, executable_copies
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
@@ -54,17 +55,14 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
     placement = place_stages(config.stages, config.devices, Placement(config.placement))
     uses = _uses(split, placement)
     ownership = plan_ownership(
-        split.ties,
-        uses,
-        world_size=config.devices,
-        owner=config.owner,
-        layout=config.layout if run is RunKind.OWNER else "dense",
+        split.ties, uses, world_size=config.devices, owner=config.owner, layout=_layout(config, run)
     )
+    ownership = dataclasses.replace(ownership, scope=_scope(config, run))
     clip = config.clip is not None
     match run:
         case RunKind.OWNER:
             built = _build(config, split, placement, _stage_buckets(config))
-            dag = executable(built, ownership, clip=clip)
+            dag = executable(built, ownership, clip=clip, num_pipelines=config.dp)
         case RunKind.NAIVE | RunKind.ALLREDUCE:
             if config.stages == 1:
                 raise ConfigError(
@@ -74,7 +72,13 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
             names = {name for tie in split.ties for name in tie.names}
             copies = tuple(Bucket(name=use.name, stages=(use.stage,)) for use in uses if use.name in names)
             built = _build(config, split, placement, (*_stage_buckets(config), *copies))
-            dag = executable_copies(built, ownership, all_reduce=run is RunKind.ALLREDUCE, clip=clip)
+            dag = executable_copies(
+                built,
+                ownership,
+                all_reduce=run is RunKind.ALLREDUCE,
+                clip=clip,
+                num_pipelines=config.dp,
+            )
         case RunKind.REFERENCE:
             raise ConfigError("the reference is one process: it has no pipeline to plan")
         case _:
@@ -82,6 +86,18 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
     return RunPlan(
         config=config, run=run, ports=split.ports, ownership=ownership, dag=dag, timeline=simulate(dag)
     )
+
+
+def _scope(config: TrainConfig, run: RunKind) -> Scope:
+    """How far an owner's reach goes: copies have none, and a single pipeline is all there is."""
+    return Scope(config.scope) if run is RunKind.OWNER and config.dp > 1 else Scope.PIPELINE
+
+
+def _layout(config: TrainConfig, run: RunKind) -> LayoutChoice:
+    """What replicas keep: rows only where an owner serves them, and each pipeline has one."""
+    if run is not RunKind.OWNER or (config.layout == "auto" and _scope(config, run) is Scope.GLOBAL):
+        return "dense"
+    return config.layout
 
 
 def _uses(split: SplitModel, placement: tuple[int, ...]) -> tuple[ParameterUse, ...]:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import (
+    Across,
+    AcrossKind,
     Action,
     BucketStep,
     Collective,
@@ -24,13 +26,16 @@ from piper_owner.dag.nodes import (
     SyncKind,
     Transfer,
 )
+from piper_owner.data_parallel import DataParallel, SideGroup
 from piper_owner.errors import DagError, ExchangeError
 from piper_owner.exchange import Exchange
-from piper_owner.executor.buckets import OptimizerFactory, local_buckets
+from piper_owner.executor.averaging import average_grads, share_values
+from piper_owner.executor.buckets import LocalBucket, OptimizerFactory, local_buckets
 from piper_owner.executor.checks import (
     check_planned,
     check_ports,
     check_row_stages,
+    check_side,
     check_stages,
     check_syncs,
 )
@@ -38,7 +43,7 @@ from piper_owner.executor.pipeline import Mailbox
 from piper_owner.executor.ports import StagePorts, chain_ports
 from piper_owner.executor.stage import LossFunction, StageRunner, Tensors
 from piper_owner.fetching import keep_rows
-from piper_owner.ownership import OwnershipPlan, TiePlan, Use
+from piper_owner.ownership import OwnershipPlan, Scope, TiePlan, Use
 from piper_owner.rows import checked_ids
 from piper_owner.stages import named_places
 from piper_owner.stepping import ParameterStepper
@@ -61,6 +66,10 @@ class RankExecutor:
     one Parameter on this rank and take the value of the first name's holder; under `copies` (a DAG of
     `executable_copies`) every copy stays its own.
 
+    With several pipelines in `dag`, `fabric` has the ranks of this one, and `side` this same rank of all of
+    them, by number. Each of them is given other batches, and their gradients are averaged; all start from
+    the values of the first one. Under `scope="global"` of the plan, the first one owns for all.
+
     A failure on any rank is written to `fabric.board` with the rank and the action, this rank's
     lines are closed so that its peers fail at once, and the error is raised.
     """
@@ -75,6 +84,7 @@ class RankExecutor:
         optimizer: OptimizerFactory,
         loss: LossFunction,
         fabric: Fabric,
+        side: Fabric | None = None,
         ports: Sequence[StagePorts] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clip: float | None = None,
@@ -86,10 +96,13 @@ class RankExecutor:
         self.peak_grad_bytes: Counter[str] = Counter()
         self._tied_sent = BytesSent()
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._beside: Group | None = None
+        self._follows = side is not None and plan.scope is Scope.GLOBAL and side.rank > 0
         self.ports = chain_ports(dag.num_stages) if ports is None else tuple(ports)
         with self._reporting("start-up"):
             check_stages(dag, rank, stages)
             check_ports(dag, self.ports)
+            check_side(dag, side)
             check_syncs(dag, plan, rank, clips=clip is not None, copies=copies)
             ties = () if copies else plan.held_by(rank)
             check_row_stages(ties, rank, stages, self.ports)
@@ -101,7 +114,8 @@ class RankExecutor:
                 stage: StageRunner(module, self.ports[stage], loss if stage == last else None)
                 for stage, module in stages.items()
             }
-            self.buckets = local_buckets(dag, plan, rank, stages, optimizer)
+            across = self._open_side(side, chunk_bytes)
+            self.buckets = local_buckets(dag, plan, rank, stages, optimizer, steps_ties=not self._follows)
             tied_pairs, row_pairs = ((), ()) if copies else (plan.pairs, plan.row_pairs)
             lines = _open_lines(dag, tied_pairs, row_pairs, fabric, chunk_bytes)
             self.mailbox = Mailbox(lines["pipeline"], self.ports)
@@ -116,12 +130,25 @@ class RankExecutor:
                     places=_places(stages, tie),
                     stepper=stepper,
                 )
-            self.exchange = Exchange(rank, tied, lines["tied"], row_lines=lines["rows"])
+            self.exchange = Exchange(rank, tied, lines["tied"], side=across, row_lines=lines["rows"])
             self._open_groups()
+            if self._beside is not None:
+                for bucket in self._plain_buckets():
+                    share_values(bucket.parameters, self._beside)
             self.exchange.share_values()
             keep_rows(stages, tied, rank)
             self._follow_tables()
             self.exchange.take_bytes_sent()
+
+    def _open_side(self, side: Fabric | None, chunk_bytes: int) -> DataParallel | None:
+        """Open what leads to the other pipelines, if there are any."""
+        if side is None:
+            return None
+        self._beside = side.group(tuple(range(side.world_size)), "gradients")
+        return DataParallel(SideGroup(fabric=side), self.rank, self.plan.scope, chunk_bytes=chunk_bytes)
+
+    def _plain_buckets(self) -> list[LocalBucket]:
+        return [self.buckets[b.name] for b in self.dag.buckets if b.owner is None and b.name in self.buckets]
 
     # -- a step
 
@@ -137,6 +164,8 @@ class RankExecutor:
         with self._reporting(f"the start of step {self.step}"):
             self._check_batch(batch, labels)
             self.exchange.fetching.want(self._ids(batch, self.stages))
+            if self.plan.scope is Scope.PIPELINE:  # else when a DP_REDUCE comes
+                self.exchange.reduce_grads(tuple(self.exchange.tied), self.step)
         loss = 0.0
         for action in self.dag.programs[self.rank]:
             with self._reporting(f"{action!r} of step {self.step}"):
@@ -183,6 +212,8 @@ class RankExecutor:
             case BucketStep(bucket=name):
                 self._note_grads(name)
                 self.buckets[name].step()
+            case Sync() if self._follows:
+                pass  # the lead pipeline does it
             case Sync():
                 self._note_grads(action.bucket)
                 self.exchange.run(action, self.step)
@@ -190,6 +221,9 @@ class RankExecutor:
                     self._follow_tables()
             case Collective():
                 self._collective(action)
+            case Across():
+                self._note_grads(action.bucket)
+                self._across(action)
             case _:
                 assert_never(action)
         return 0.0
@@ -224,6 +258,18 @@ class RankExecutor:
         self.mailbox.put_input_grads(stage, microbatch, results)
 
     # -- collectives
+
+    def _across(self, action: Across) -> None:
+        match action.kind:
+            case AcrossKind.ALL_REDUCE_GRAD:
+                assert self._beside is not None
+                average_grads(self.buckets[action.bucket].parameters, self._beside)
+            case AcrossKind.REDUCE_GRAD:
+                self.exchange.reduce_grads((action.bucket,), self.step)
+            case AcrossKind.BROADCAST_WEIGHT:
+                self.exchange.spread_weights((action.bucket,), self.step)
+            case _:
+                assert_never(action.kind)
 
     def _collective(self, action: Collective) -> None:
         match action.kind:
@@ -262,23 +308,27 @@ class RankExecutor:
         """Scale all gradients so that their global L2 norm is at most `clip`; a tie counts once."""
         assert self.clip is not None
         self.exchange.finalize_grads(self.step)
-        square = torch.zeros(1, dtype=torch.float64, device="cpu")
-        for parameter in self._counted():
+        # Of plain buckets, and of ties: these may be in the lead pipeline alone.
+        squares = torch.zeros(2, dtype=torch.float64, device="cpu")
+        for parameter, is_tied in self._counted():
             if parameter.grad is not None:
-                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+                squares[int(is_tied)] += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         if len(ranks) > 1:
-            self._groups[ranks].all_reduce(square)
-            self._tied_sent += BytesSent(other=square.nbytes)
+            self._groups[ranks].all_reduce(squares)
+            self._tied_sent += BytesSent(other=squares.nbytes)
+        if self._beside is not None and self.plan.scope is Scope.GLOBAL:
+            self._beside.all_reduce(squares[1:])
+            self._tied_sent += BytesSent(other=squares[1:].nbytes)
         # The same small constant as torch.nn.utils.clip_grad_norm_.
-        scale = self.clip / (math.sqrt(float(square)) + 1e-6)
+        scale = self.clip / (math.sqrt(float(squares.sum())) + 1e-6)
         if scale < 1.0 or math.isnan(scale):
             for bucket in self.buckets.values():
                 for parameter in bucket.parameters:
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
 
-    def _counted(self) -> Iterator[nn.Parameter]:
-        """Parameters whose gradient this rank counts into the global norm."""
+    def _counted(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """Parameters whose gradient this rank counts into the global norm, and whether they are a tie."""
         reduced = {
             action.bucket
             for action in self.dag.programs[self.rank]
@@ -288,7 +338,7 @@ class RankExecutor:
         uncounted |= {name for name, tie in self.exchange.tied.items() if tie.plan.owner != self.rank}
         for name, bucket in self.buckets.items():
             if name not in uncounted:
-                yield from bucket.parameters
+                yield from ((parameter, name in self.exchange.tied) for parameter in bucket.parameters)
 
     # -- between steps
 
@@ -316,6 +366,8 @@ class RankExecutor:
                 self.__dict__[part].close()
         for group in self._groups.values():
             group.close()
+        if self._beside is not None:
+            self._beside.close()
 
     @contextmanager
     def _reporting(self, where: str) -> Iterator[None]:
@@ -324,12 +376,14 @@ class RankExecutor:
         except BaseException as error:
             first = str(error).splitlines()[0] if str(error) else ""
             name = type(error).__name__
-            self._fabric.board.report(Failure(rank=self.rank, where=where, error=f"{name}: {first}"))
+            self._fabric.board.report(
+                Failure(rank=self._fabric.job_rank, where=where, error=f"{name}: {first}")
+            )
             self._abandon()
             if isinstance(error, ExchangeError):
                 error.args = (f"{where}: {error.args[0]}",)
             else:
-                error.add_note(f"on rank {self.rank}, at {where}")
+                error.add_note(f"on rank {self._fabric.job_rank}, at {where}")
             raise
 
     def _open_groups(self) -> None:

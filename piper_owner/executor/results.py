@@ -117,7 +117,7 @@ def collect_run(
     A batch loss is the sum of its ranks' shares, in ascending order of rank. Bytes are those of
     the last step. Ranks of the config that took no part get zeros.
     """
-    ranks = range(config.devices)
+    ranks = range(config.num_ranks)
     seconds = statistics.median(max(report.seconds for report in step.values()) for step in steps)
     idle = tuple(rank for rank in ranks if rank not in reports)
     last = steps[-1]

@@ -19,6 +19,7 @@ from piper_owner.models.gpt import lm_loss
 from piper_owner.rows import RowsParameter
 from piper_owner.transport.base import Fabric
 from piper_owner.transport.messages import BytesSent
+from piper_owner.transport.view import pipeline_views
 
 __all__ = ["RankReport", "RankSession", "StepReport"]
 
@@ -47,34 +48,32 @@ class RankReport:
 
 
 class RankSession:
-    """One rank of `run`, which is not the reference. Every method but `report` and `weights` is collective.
+    """One rank of `run`, which is not the reference, among those of all pipelines. Every method but `report` and `weights` is collective.
 
     Raises ConfigError when the ranks have not planned the same run.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        run: RunKind,
-        rank: int,
-        fabric: Fabric,
-        source: ModelSource | None = None,
+        self, config: TrainConfig, run: RunKind, fabric: Fabric, source: ModelSource | None = None
     ) -> None:
         source = GPTSource() if source is None else source
         plan = plan_run(config, run, source)
-        config = plan.config
+        self._config = config = plan.config
         _agree(plan.digest, fabric)
+        pipeline, side = pipeline_views(fabric, config.dp)
         self._plan = plan.ownership
+        self._first = 0 if side is None else side.rank * config.microbatches
         self._num_tokens = config.tokens_per_step
-        self._modules = source.build_stages(config, plan.dag.stages_of(rank))
+        self._modules = source.build_stages(config, plan.dag.stages_of(pipeline.rank))
         self._executor = RankExecutor(
             plan.dag,
             plan.ownership,
-            rank=rank,
+            rank=pipeline.rank,
             stages=self._modules,
             optimizer=optimizer_factory(config.optimizer, config.learning_rate),
             loss=self._loss,
-            fabric=fabric,
+            fabric=pipeline,
+            side=side,
             ports=plan.ports,
             chunk_bytes=config.chunk_bytes,
             clip=config.clip,
@@ -82,16 +81,21 @@ class RankSession:
         )
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return lm_loss(logits, labels, num_tokens=self._num_tokens)
+        # Gradients are averaged over the pipelines: so that the mean is that of all tokens, wherever
+        # they are, each pipeline counts as many times as there are pipelines.
+        return lm_loss(logits, labels, num_tokens=self._num_tokens) * self._config.dp
 
     def train_step(self, batch: Batch) -> StepReport:
-        """One optimizer step; every rank is given the same batch."""
+        """One optimizer step; every rank is given the same batch, and its pipeline trains on its part."""
         start = time.perf_counter()
         self._num_tokens = batch.num_tokens
-        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+        mine = slice(self._first, self._first + self._config.microbatches)
+        ids, labels = torch.from_numpy(batch.ids[mine]), torch.from_numpy(batch.labels[mine])
         loss = self._executor.train_step(ids.unbind(0), labels.unbind(0))
         seconds = time.perf_counter() - start
-        return StepReport(loss=loss, seconds=seconds, bytes_sent=self._executor.take_tied_bytes_sent())
+        return StepReport(
+            loss=loss / self._config.dp, seconds=seconds, bytes_sent=self._executor.take_tied_bytes_sent()
+        )
 
     def check(self) -> bool:
         """Whether every replica is bit for bit the owner's value; raises ReplicaMismatchError if not."""

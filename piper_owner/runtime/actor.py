@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from piper_owner.data.batches import TokenStream
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.session import RankReport, RankSession, StepReport
+from piper_owner.executor.source import GPTSource, ModelSource
+from piper_owner.executor.stream import token_stream
 from piper_owner.runtime.cluster import LOOPBACK, node_address
 from piper_owner.transport.gloo import GlooFabric
 
@@ -37,16 +38,19 @@ class RankHost:
     Every call but `pid` and `close` belongs to the run that `open` began.
     """
 
-    def __init__(self, rank: int, config: TrainConfig, tokens: NDArray[np.int32], meeting: Meeting) -> None:
+    def __init__(
+        self,
+        rank: int,
+        config: TrainConfig,
+        tokens: NDArray[np.int32],
+        meeting: Meeting,
+        source: ModelSource | None = None,
+    ) -> None:
         self.rank = rank
         self.config = config
+        self._source = GPTSource() if source is None else source
         self._meeting = meeting
-        self._stream = TokenStream(
-            tokens,
-            microbatches=config.microbatches,
-            microbatch_size=config.microbatch_size,
-            sequence_length=config.sequence_length,
-        )
+        self._stream = token_stream(config, tokens)
         self._session: RankSession | ReferenceSession | None = None
 
     def pid(self) -> int:
@@ -58,11 +62,11 @@ class RankHost:
         self.close()
         # The reference gets no more than a rank does: the same arithmetic, and small operations on
         # more threads than there are idle cores run many times slower.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.config.devices))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.config.num_ranks))
         if run is RunKind.REFERENCE:
-            self._session = ReferenceSession(self.config)
+            self._session = ReferenceSession(self.config, self._source)
         else:
-            self._session = RankSession(self.config, run, self.rank, self._fabric(prefix))
+            self._session = RankSession(self.config, run, self._fabric(prefix), self._source)
 
     def step(self, index: int) -> StepReport:
         """Train on the batch of step `index` (from 0). Collective."""
@@ -97,5 +101,5 @@ class RankHost:
         # The address Ray knows this machine by is one that the other machines reach.
         own = LOOPBACK if self._meeting.is_local else node_address()
         return GlooFabric(
-            PrefixStore(prefix, store), self.rank, self.config.devices, timeout=timeout, hostname=own
+            PrefixStore(prefix, store), self.rank, self.config.num_ranks, timeout=timeout, hostname=own
         )

@@ -16,6 +16,7 @@ from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.results import RunResult, TrainResult, batch_loss, collect_run
 from piper_owner.executor.session import StepReport
+from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.runtime.actor import Meeting, RankHost
 from piper_owner.runtime.cluster import Cluster
 from piper_owner.runtime.failures import Call, gather
@@ -35,13 +36,14 @@ def train(
     *,
     text: str,
     compare: Sequence[RunKind] = (),
+    source: ModelSource | None = None,
     address: str | None = None,
     on_step: OnStep | None = None,
     host_class: type[RankHost] = RankHost,
 ) -> TrainResult:
     """Train the owner run and then those of `compare`, each on the same data from the same seed.
 
-    `tokens` is int32, one-dimensional; `text` names where they come from. `address` is that of a
+    `source` is the model (None: the GPT). `tokens` is int32, one-dimensional; `text` names where they come from. `address` is that of a
     Ray cluster, None for the connected one or else a local one; see `Cluster`. `on_step` is called
     here after every step. `host_class` is the actor's class.
 
@@ -49,12 +51,14 @@ def train(
     that failed first, after everything that was started here has ended.
     """
     runs = [RunKind.OWNER, *(kind for kind in RunKind if kind in compare and kind is not RunKind.OWNER)]
-    plans = {kind: plan_run(config, kind) for kind in runs if kind is not RunKind.REFERENCE}
+    source = GPTSource() if source is None else source
+    config = source.resolve(config)
+    plans = {kind: plan_run(config, kind, source) for kind in runs if kind is not RunKind.REFERENCE}
     timeout = timedelta(seconds=config.timeout_seconds)
     # The driver hosts the store: it outlives every actor, and the port that it was given is free.
-    with Cluster(config.devices, address=address, timeout=timeout) as cluster:
+    with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
         store = open_store(cluster.host, timeout)
-        crew = _Crew(config, cluster, store, tokens, host_class)
+        crew = _Crew(config, source, cluster, store, tokens, host_class)
         results = {kind: crew.run(kind, on_step) for kind in runs}
     return TrainResult(
         config=config,
@@ -71,6 +75,7 @@ class _Crew:
     def __init__(
         self,
         config: TrainConfig,
+        source: ModelSource,
         cluster: Cluster,
         store: TCPStore,
         tokens: NDArray[np.int32],
@@ -83,8 +88,8 @@ class _Crew:
         meeting = Meeting(host=cluster.host, port=store.port, is_local=cluster.is_local)
         shared = ray.put(tokens)
         self._actors = {
-            rank: cluster.start(host_class, rank, rank, config, shared, meeting)
-            for rank in range(config.devices)
+            rank: cluster.start(host_class, rank, rank, config, shared, meeting, source)
+            for rank in range(config.num_ranks)
         }
         # A wait of ours must outlast a rank's own, whose error names the cause.
         self._timeout = timedelta(seconds=2 * config.timeout_seconds + 60)

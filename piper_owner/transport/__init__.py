@@ -4,6 +4,7 @@ from piper_owner.transport.base import Board, Boards, Channel, Fabric, Failure, 
 from piper_owner.transport.gloo import GlooFabric
 from piper_owner.transport.memory import MemoryFabric, MemoryNetwork
 from piper_owner.transport.messages import BytesSent, Incoming, Line, Outgoing
+from piper_owner.transport.view import FabricView, pipeline_views
 from piper_owner.transport.wire import Header, Phase
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "BytesSent",
     "Channel",
     "Fabric",
+    "FabricView",
     "Failure",
     "GlooFabric",
     "Group",
@@ -23,4 +25,5 @@ __all__ = [
     "Outgoing",
     "Phase",
     "Work",
+    "pipeline_views",
 ]

@@ -181,6 +181,11 @@ class Fabric(abc.ABC):
     timeout: timedelta
     board: Board
 
+    @property
+    def job_rank(self) -> int:
+        """This rank among all of the job, by which the board knows it: another one in a view of few ranks."""
+        return self.rank
+
     @abc.abstractmethod
     def channel(self, peer: int, purpose: str) -> Channel:
         """This rank's end of a new line to `peer`. Raises PeerTimeoutError if the peer never comes."""
