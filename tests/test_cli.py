@@ -88,7 +88,7 @@ def test_every_option_arrives() -> None:
         *("--stages", "6", "--devices", "2", "--placement", "v", "--schedule", "gpipe"),
         *("--microbatches", "5", "--microbatch-size", "3", "--sequence-length", "7"),
         *("--layers", "8", "--hidden", "24", "--heads", "3", "--vocab", "300", "--owner", "0"),
-        *("--layout", "dense"),
+        *("--layout", "dense", "--dp", "3", "--scope", "global"),
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
@@ -97,7 +97,7 @@ def test_every_option_arrives() -> None:
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
         sequence_length=7, layers=8, hidden=24, heads=3, vocab=300, owner=0, optimizer="sgd", lr=0.5,
         clip=2.0, dtype="float64", steps=9, seed=4, chunk_bytes=1000, timeout_seconds=7.5,
-        layout="dense",
+        layout="dense", dp=3, scope="global",
     )  # fmt: skip
     default = TrainConfig()
     same = [f.name for f in fields(config) if getattr(config, f.name) == getattr(default, f.name)]
@@ -188,7 +188,7 @@ def test_text_that_cannot_be_trained_on(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--stages", "two"], ["--dp", "2"], ["--schedule", "1b1f"], ["--step", "3"], ["extra"]]
+    "arguments", [["--stages", "two"], ["--pp", "2"], ["--schedule", "1b1f"], ["--step", "3"], ["extra"]]
 )
 def test_unknown_options_and_words_are_bad_input(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

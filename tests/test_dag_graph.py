@@ -140,8 +140,8 @@ def test_stages_holders_and_replicas() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_microbatches": 0}, "at least one rank, stage and microbatch"),
-        ({"placement": ()}, "at least one rank, stage and microbatch"),
+        ({"num_microbatches": 0}, "at least one rank, stage, microbatch and pipeline"),
+        ({"placement": ()}, "at least one rank, stage, microbatch and pipeline"),
         ({"placement": (0, 2)}, "stage 1 is placed on rank 2, but the ranks are 0 to 1"),
         ({"placement": (0, -1)}, "stage 1 is placed on rank -1"),
         ({"programs": ((),)}, "1 programs for 2 ranks"),

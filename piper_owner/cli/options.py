@@ -17,6 +17,7 @@ from piper_owner.executor.config import (
     OPTIMIZERS,
     PLACEMENTS,
     SCHEDULES,
+    SCOPES,
     RunKind,
     TrainConfig,
 )
@@ -144,7 +145,21 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "interleaved: 1f1b for several stages a device; zbv and dualpipev: for two stages a device under "
         "--placement v, backwards split in two so that devices wait less",
     )
-    _add(group, "microbatches", int, "N", "pieces that a batch is cut into, so that stages work at once")
+    _add(group, "microbatches", int, "N", "pieces of each pipeline's batch, so that stages work at once")
+    _add(
+        group,
+        "dp",
+        int,
+        "N",
+        "equal pipelines side by side, each with devices and a batch of its own; gradients are averaged",
+    )
+    _choose(
+        group,
+        "scope",
+        SCOPES,
+        "who owns a tied parameter among several pipelines; pipeline: a device in each; global: one device "
+        "in the whole job, which steps for all",
+    )
     group.add_argument(
         "--owner",
         default=str(_DEFAULTS["owner"]),

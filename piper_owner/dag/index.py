@@ -58,8 +58,8 @@ class DagIndex:
     """
 
     __slots__ = (
-        "across", "backward", "collectives", "dag", "edge_of", "first_use", "forward", "last_use", "last_weight",
-        "last_weight_on", "misplaced_computes", "misplaced_transfers", "num_slots", "received",
+        "across", "backward", "collectives", "dag", "edge_of", "first_use", "forward", "last_use",
+        "last_weight", "last_weight_on", "misplaced_computes", "misplaced_transfers", "num_slots", "received",
         "recv_activation", "recv_input_grad", "remote_edges", "send_activation", "send_input_grad", "sent",
         "split", "steps", "syncs", "weight",
     )  # fmt: skip

@@ -119,17 +119,7 @@ class RankExecutor:
             tied_pairs, row_pairs = ((), ()) if copies else (plan.pairs, plan.row_pairs)
             lines = _open_lines(dag, tied_pairs, row_pairs, fabric, chunk_bytes)
             self.mailbox = Mailbox(lines["pipeline"], self.ports)
-            tied = {}
-            for tie in ties:
-                bucket = self.buckets.get(tie.name)  # None when the tie is frozen
-                steps = bucket.optimizer if bucket is not None else None
-                stepper = None if steps is None else ParameterStepper(steps, united[tie.name])
-                tied[tie.name] = TiedParameter(
-                    plan=tie,
-                    parameter=united[tie.name],
-                    places=_places(stages, tie),
-                    stepper=stepper,
-                )
+            tied = {tie.name: self._part_of(tie, united[tie.name], stages) for tie in ties}
             self.exchange = Exchange(rank, tied, lines["tied"], side=across, row_lines=lines["rows"])
             self._open_groups()
             if self._beside is not None:
@@ -139,6 +129,15 @@ class RankExecutor:
             keep_rows(stages, tied, rank)
             self._follow_tables()
             self.exchange.take_bytes_sent()
+
+    def _part_of(
+        self, tie: TiePlan, parameter: nn.Parameter, stages: Mapping[int, nn.Module]
+    ) -> TiedParameter:
+        """This rank's part in `tie`; its owner steps it."""
+        bucket = self.buckets.get(tie.name)  # None when the tie is frozen
+        steps = bucket.optimizer if bucket is not None else None
+        stepper = None if steps is None else ParameterStepper(steps, parameter)
+        return TiedParameter(plan=tie, parameter=parameter, places=_places(stages, tie), stepper=stepper)
 
     def _open_side(self, side: Fabric | None, chunk_bytes: int) -> DataParallel | None:
         """Open what leads to the other pipelines, if there are any."""

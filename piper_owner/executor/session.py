@@ -48,7 +48,9 @@ class RankReport:
 
 
 class RankSession:
-    """One rank of `run`, which is not the reference, among those of all pipelines. Every method but `report` and `weights` is collective.
+    """One rank of `run`, which is not the reference, among those of all pipelines.
+
+    Every method but `report` and `weights` is collective.
 
     Raises ConfigError when the ranks have not planned the same run.
     """
@@ -93,9 +95,8 @@ class RankSession:
         ids, labels = torch.from_numpy(batch.ids[mine]), torch.from_numpy(batch.labels[mine])
         loss = self._executor.train_step(ids.unbind(0), labels.unbind(0))
         seconds = time.perf_counter() - start
-        return StepReport(
-            loss=loss / self._config.dp, seconds=seconds, bytes_sent=self._executor.take_tied_bytes_sent()
-        )
+        sent = self._executor.take_tied_bytes_sent()
+        return StepReport(loss=loss / self._config.dp, seconds=seconds, bytes_sent=sent)
 
     def check(self) -> bool:
         """Whether every replica is bit for bit the owner's value; raises ReplicaMismatchError if not."""

@@ -43,9 +43,9 @@ def train(
 ) -> TrainResult:
     """Train the owner run and then those of `compare`, each on the same data from the same seed.
 
-    `source` is the model (None: the GPT). `tokens` is int32, one-dimensional; `text` names where they come from. `address` is that of a
-    Ray cluster, None for the connected one or else a local one; see `Cluster`. `on_step` is called
-    here after every step. `host_class` is the actor's class.
+    `source` is the model (None: the GPT). `tokens` is int32, one-dimensional; `text` names where they
+    come from. `address` is that of a Ray cluster, None for the connected one or else a local one; see
+    `Cluster`. `on_step` is called here after every step. `host_class` is the actor's class.
 
     Raises InputError before anything starts, and RunError, which carries the error of the rank
     that failed first, after everything that was started here has ended.
