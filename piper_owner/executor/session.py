@@ -61,6 +61,11 @@ class RankSession:
         source = GPTSource() if source is None else source
         plan = plan_run(config, run, source)
         self._config = config = plan.config
+        if fabric.world_size != config.num_ranks:
+            raise ConfigError(
+                f"the run has {config.num_ranks} ranks (--devices {config.devices}, --dp {config.dp}), and "
+                f"the job {fabric.world_size}; start one worker for each rank"
+            )
         _agree(plan.digest, fabric)
         pipeline, side = pipeline_views(fabric, config.dp)
         self._plan = plan.ownership
