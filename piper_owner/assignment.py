@@ -253,9 +253,12 @@ class Ownership:
             for holder in tie.holders:
                 owns = holder.rank == tie.owner and not self.is_follower
                 role = "owns it" if owns else "holds a replica"
+                why = f": {tie.reason}" if owns and tie.reason and tie.replicas else ""
                 stages = ", ".join(map(str, holder.stages))
                 rows = ", rows only" if holder.layout is Layout.ROWS else ""
-                lines.append(f"  rank {holder.rank} {role} (stage {stages}, {holder.use.value} use{rows})")
+                lines.append(
+                    f"  rank {holder.rank} {role} (stage {stages}, {holder.use.value} use{rows}){why}"
+                )
         side = self.exchange.side
         if side is not None:
             whose = "rank in pipeline 0, for all" if side.is_global else "rank of each, in equal steps"

@@ -16,9 +16,10 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from piper_owner.cost import Candidate, Election, elect
 from piper_owner.errors import ConfigError, TieError
 
 __all__ = [
@@ -137,7 +138,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiePlan:
-    """One tie: its shape and dtype, who holds it (ascending ranks), and who owns it."""
+    """One tie: its shape and dtype, who holds it (ascending ranks), and who owns it.
+
+    `reason` says in words why the owner is the owner; plans that differ in it alone are equal.
+    """
 
     tie: Tie
     shape: tuple[int, ...]
@@ -145,6 +149,7 @@ class TiePlan:
     requires_grad: bool
     owner: int
     holders: tuple[Holder, ...]
+    reason: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
@@ -242,20 +247,26 @@ class OwnershipPlan:
 def elect_owner(tie: Tie, holders: Sequence[Holder], owner: OwnerChoice = "auto") -> int:
     """The rank that owns `tie`.
 
-    `"auto"` takes the holder of the earliest stage, then the lowest rank: the gradient of a later
-    stage is ready while the pipeline still drains, and the new weights are needed there only
-    once the next step's first microbatch has come through, so both transfers hide.
+    `"auto"` takes the holder that `cost.elect` elects: that of the earliest stage, then the lowest rank.
+    The gradient of a later stage is ready while the pipeline still drains, and the new weights are
+    needed there only once the next step's first microbatch has come through, so both transfers hide.
     `"first"` and `"last"` take the holder of the tie's first or last name. A rank is itself.
 
     Raises ConfigError when the choice is no such word, or a rank that does not hold the tie.
     """
+    return _elect(tie, holders, owner).rank
+
+
+def _elect(tie: Tie, holders: Sequence[Holder], owner: OwnerChoice) -> Election:
+    """As `elect_owner`, with the reason."""
     by_stage = sorted(holders, key=lambda holder: (min(holder.stages), holder.rank))
     match owner:
         case "auto":
-            return by_stage[0].rank
+            return elect([Candidate(rank=holder.rank, stage=min(holder.stages)) for holder in holders])
         case "first" | "last":
             name = tie.names[0 if owner == "first" else -1]
-            return next(holder.rank for holder in by_stage if name in holder.names)
+            rank = next(holder.rank for holder in by_stage if name in holder.names)
+            return Election(rank=rank, reason=f"asked for, as the holder of {name!r}")
         case int() if not isinstance(owner, bool):
             ranks = sorted(holder.rank for holder in holders)
             if owner not in ranks:
@@ -263,7 +274,7 @@ def elect_owner(tie: Tie, holders: Sequence[Holder], owner: OwnerChoice = "auto"
                     f"rank {owner} cannot own {tie.name!r}: it does not hold it; choose one of the "
                     f"ranks {ranks}, or 'auto', 'first' or 'last'"
                 )
-            return owner
+            return Election(rank=owner, reason="asked for by its rank")
         case _:
             raise ConfigError(f"owner={owner!r}: choose one of {', '.join(_CHOICES)}, or a rank")
 
@@ -312,8 +323,9 @@ def plan_ownership(
                 shape=mine[0].shape,
                 dtype=mine[0].dtype,
                 requires_grad=mine[0].requires_grad,
-                owner=elected,
+                owner=elected.rank,
                 holders=holders,
+                reason=elected.reason,
             )
         )
     return OwnershipPlan(world_size=world_size, ties=tuple(plans))
@@ -321,16 +333,19 @@ def plan_ownership(
 
 def _lay_out(
     tie: Tie, holders: tuple[Holder, ...], owner: OwnerChoice, layout: LayoutChoice
-) -> tuple[int, tuple[Holder, ...]]:
+) -> tuple[Election, tuple[Holder, ...]]:
     """The owner of `tie`, and its holders with what each of them keeps."""
     if layout not in _LAYOUTS:
         raise ConfigError(f"layout={layout!r} for {tie.name!r}: choose one of {', '.join(_LAYOUTS)}")
     dense = [holder for holder in holders if holder.use is Use.DENSE]
     lookups = [holder for holder in holders if holder.use is Use.LOOKUP]
     wants_rows = layout != "dense"
-    elected = elect_owner(tie, dense if wants_rows and dense and owner == "auto" else holders, owner)
-    if wants_rows and lookups and elected in [holder.rank for holder in dense]:
+    elected = _elect(tie, dense if wants_rows and dense and owner == "auto" else holders, owner)
+    if wants_rows and lookups and elected.rank in [holder.rank for holder in dense]:
         rows = {holder.rank for holder in lookups}
+        if owner == "auto":
+            reason = "it uses all of it, and the others look up a few rows only"
+            elected = dataclasses.replace(elected, reason=reason)
         return elected, tuple(
             dataclasses.replace(holder, layout=Layout.ROWS if holder.rank in rows else Layout.DENSE)
             for holder in holders
@@ -338,7 +353,7 @@ def _lay_out(
     if layout == "rows":
         where = ", ".join(f"rank {h.rank}: {h.use.value} use by {', '.join(h.names)}" for h in holders)
         what = (
-            f"its owner would be rank {elected}, which only looks rows up; choose one that uses all of it"
+            f"its owner would be rank {elected.rank}, which only looks rows up; choose one that uses it all"
             if lookups and dense
             else "that needs a rank that only looks rows up and another that uses all of it"
         )
@@ -346,7 +361,7 @@ def _lay_out(
             f"layout='rows' for the tie {tie.names}: {what} ({where}). layout='auto' takes rows where they "
             "are possible"
         )
-    return elect_owner(tie, holders, owner), holders
+    return _elect(tie, holders, owner), holders
 
 
 def _as_tie(tie: Tie | Sequence[str]) -> Tie:

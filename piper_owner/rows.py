@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from piper_owner.cost import row_capacity
+from piper_owner.cost import table_capacity
 from piper_owner.errors import RowIndexError, RowsError, TieError
 
 _LOG = logging.getLogger(__name__)
@@ -342,11 +342,8 @@ class RowsTable:
 
     def _resize(self, needed: int, num_ids: int) -> None:
         """Keep the capacity where it fits: a change may make torch.compile compile again."""
-        limit = row_capacity(num_ids)
         capacity = self._rows.shape[0]
-        if needed <= capacity <= limit:
-            return
-        wanted = min(limit, max(row_capacity(0), 1 << (needed - 1).bit_length()))
+        wanted = table_capacity(needed, num_ids=num_ids, before=capacity)
         if capacity == wanted:
             return
         rows = self._rows.new_zeros(wanted, *self._columns)

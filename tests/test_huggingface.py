@@ -23,9 +23,9 @@ from piper_owner.assignment import assign_over
 from piper_owner.errors import ConfigError, InputError
 from piper_owner.executor.local import run_threads
 from piper_owner.frontends import huggingface
-from piper_owner.frontends.balance import layer_counts
 from piper_owner.optimizer_wrap import OwnerOptimizer
 from piper_owner.ownership import LayoutChoice
+from piper_owner.planning.balance import layer_counts
 from piper_owner.transport import Fabric
 
 transformers: Any = pytest.importorskip(

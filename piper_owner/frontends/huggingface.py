@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from piper_owner import ties as module_ties
 from piper_owner.errors import InputError
-from piper_owner.frontends.balance import layer_counts
 from piper_owner.frontends.decoder import DecoderParts, find_parts
 from piper_owner.ownership import Tie
+from piper_owner.planning.balance import layer_counts
 
 __all__ = ["HuggingFaceStage", "find_ties", "split"]
 

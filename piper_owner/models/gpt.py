@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from piper_owner.data.batches import IGNORED
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import Tie
+from piper_owner.planning.balance import split_layers
 
 __all__ = ["TIE", "GPTConfig", "GPTStage", "build_model", "build_stage", "lm_loss", "split_layers"]
 
@@ -143,33 +144,6 @@ class GPTStage(nn.Module):
         if self.norm is not None and self.head is not None:
             hidden = self.head(self.norm(hidden))
         return hidden
-
-
-def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Which layers each stage holds: contiguous, in order, as even as can be.
-
-    Layers that are left over go to the stages between the first and the last, which have no
-    embedding or head to compute, then to the first, whose lookup is cheap, then to the last. So
-    only the first and last stage may be without a layer.
-
-    Raises ConfigError when a stage between them would be.
-    """
-    if num_stages < 1:
-        raise ConfigError(f"num_stages={num_stages}: a pipeline has at least 1 stage")
-    if num_layers < max(num_stages - 2, 0):
-        raise ConfigError(
-            f"{num_layers} layers over {num_stages} stages: every stage between the embedding's and the "
-            f"head's needs a layer; give at least {num_stages - 2} layers, or fewer stages"
-        )
-    each, left_over = divmod(num_layers, num_stages)
-    takers = [*range(1, num_stages - 1), 0, num_stages - 1][:left_over]
-    ranges = []
-    start = 0
-    for stage in range(num_stages):
-        end = start + each + (stage in takers)
-        ranges.append(range(start, end))
-        start = end
-    return tuple(ranges)
 
 
 def build_stage(

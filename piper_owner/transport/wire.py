@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -19,16 +18,14 @@ from typing import Final
 
 import torch
 
+from piper_owner.cost import ALIGNMENT, HEADER_BYTES, rows_per_chunk
 from piper_owner.errors import InputError, MessageMismatchError, TieError
 
 __all__ = ["ALIGNMENT", "HEADER_BYTES", "Header", "Phase", "row_ranges", "rows_per_chunk"]
 
-HEADER_BYTES: Final = 512
-
 _MAGIC: Final = b"PO01"
 _MAX_DIMS: Final = 8
 _MAX_LENGTH: Final = 2**16 - 1
-ALIGNMENT: Final = 64  # elements: at least the widest vector register, of any dtype
 _FIXED: Final = struct.Struct("<4sBBBBqqqq8q16sH")
 _CHECKSUM: Final = struct.Struct("<I")
 _NAME_BYTES: Final = HEADER_BYTES - _FIXED.size - _CHECKSUM.size
@@ -64,18 +61,6 @@ class Phase(enum.Enum):
 
 _PHASES: Final = tuple(Phase)
 _BETWEEN_STAGES: Final = (Phase.ACTIVATION, Phase.INPUT_GRAD)
-
-
-def rows_per_chunk(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> int:
-    """Rows (of the first dimension) of `shape` in one chunk of about `chunk_bytes`; at least 1.
-
-    A chunk holds a multiple of 64 elements: torch's fused optimizers round the elements that do
-    not fill a vector register differently, so a chunk must not end where the whole does not.
-    """
-    columns = math.prod(shape[1:])
-    unit = ALIGNMENT // math.gcd(max(1, columns), ALIGNMENT)
-    rows = chunk_bytes // max(1, itemsize * columns)
-    return max(unit, rows // unit * unit)
 
 
 def row_ranges(num_rows: int, chunk_rows: int) -> Iterator[tuple[int, int]]:

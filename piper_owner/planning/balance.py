@@ -8,7 +8,7 @@ from functools import cache
 
 from piper_owner.errors import ConfigError
 
-__all__ = ["layer_counts"]
+__all__ = ["layer_counts", "split_layers"]
 
 
 def layer_counts(
@@ -59,3 +59,30 @@ def _balance(costs: Sequence[int], head: int, num_stages: int) -> tuple[int, ...
     chosen = best(0, 0)
     assert chosen is not None, "up to two stages more than layers, some division fits"
     return chosen[2]
+
+
+def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Which layers each stage holds: contiguous, in order, as even as can be.
+
+    Layers that are left over go to the stages between the first and the last, which have no
+    embedding or head to compute, then to the first, whose lookup is cheap, then to the last. So
+    only the first and last stage may be without a layer.
+
+    Raises ConfigError when a stage between them would be.
+    """
+    if num_stages < 1:
+        raise ConfigError(f"num_stages={num_stages}: a pipeline has at least 1 stage")
+    if num_layers < max(num_stages - 2, 0):
+        raise ConfigError(
+            f"{num_layers} layers over {num_stages} stages: every stage between the embedding's and the "
+            f"head's needs a layer; give at least {num_stages - 2} layers, or fewer stages"
+        )
+    each, left_over = divmod(num_layers, num_stages)
+    takers = [*range(1, num_stages - 1), 0, num_stages - 1][:left_over]
+    ranges = []
+    start = 0
+    for stage in range(num_stages):
+        end = start + each + (stage in takers)
+        ranges.append(range(start, end))
+        start = end
+    return tuple(ranges)
