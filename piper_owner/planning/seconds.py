@@ -1,0 +1,252 @@
+"""The program of a step under each method, and how long a step takes, from the dry run of all ranks. Pure.
+
+What is assumed: a device computes at its `flops` whatever the stage, a backward takes twice a forward, an
+optimizer moves its tensors at `memory_bandwidth`, links are full duplex, have `bandwidth` each way, and a
+tie's messages do not slow those of the pipeline down. Averages over pipelines are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, assert_never
+
+from piper_owner.cost import ID_BYTES, rows_per_chunk
+from piper_owner.dag.graph import Bucket, TrainingDAG
+from piper_owner.dag.lower import insert_bucket_steps, insert_transfers
+from piper_owner.dag.nodes import (
+    Action,
+    BucketStep,
+    Collective,
+    Compute,
+    ComputeKind,
+    Sync,
+    SyncKind,
+    Transfer,
+    TransferKind,
+)
+from piper_owner.ownership import OwnershipPlan, TiePlan
+from piper_owner.p2p_nodes import insert_all_reduce, insert_ownership
+from piper_owner.planning.config import Method, PlanConfig
+from piper_owner.planning.config import Transfer as When
+from piper_owner.planning.memory import state_bytes
+from piper_owner.planning.shapes import ModelShapes, Shape, count
+from piper_owner.schedules import build_dag, place_stages
+from piper_owner.simulate import Timeline, simulate
+
+__all__ = ["SIMULATED_STEPS", "Pipelines", "Timing", "forward_seconds", "tied_bytes", "time_step"]
+
+SIMULATED_STEPS: Final = 3
+"""Steps that are run behind one another: the last one is as long as all that would follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Steps one after another, as all ranks run them; `timeline` has SIMULATED_STEPS of them.
+
+    step_seconds: from the end of the last but one to the end of the last.
+    """
+
+    step_seconds: float
+    timeline: Timeline
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From when the first rank that does anything begins its last step, for one step."""
+        for starts in self.timeline.starts:
+            if starts:
+                begin = starts[len(starts) // SIMULATED_STEPS * (SIMULATED_STEPS - 1)]
+                return begin, begin + self.step_seconds
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelines:
+    """The programs that all methods have in common: computes, transfers, steps, but for the ties."""
+
+    placement: tuple[int, ...]
+    owned: TrainingDAG
+    copied: TrainingDAG
+
+    @classmethod
+    def of(cls, model: ModelShapes, config: PlanConfig) -> Pipelines:
+        """Those of `model` under `config`. Raises ConfigError where the schedule cannot be."""
+        placement = place_stages(config.stages, config.devices, config.placement)
+        built = build_dag(
+            config.schedule,
+            placement=placement,
+            num_ranks=config.devices,
+            num_microbatches=config.microbatches,
+            buckets=[Bucket(name=f"stage{stage}", stages=(stage,)) for stage in range(config.stages)],
+        )
+        copies = [Bucket(name=use.name, stages=(use.stage,)) for tied in model.ties for use in tied.uses]
+        moved = insert_transfers(built)
+        return cls(
+            placement=placement,
+            owned=insert_bucket_steps(moved),
+            copied=insert_bucket_steps(dataclasses.replace(moved, buckets=(*moved.buckets, *copies))),
+        )
+
+    def dag(self, method: Method, plan: OwnershipPlan) -> TrainingDAG:
+        """The program of a step under `method`, with the syncs that `plan` asks for."""
+        match method:
+            case Method.NAIVE:
+                return self.copied
+            case Method.ALL_REDUCE:
+                return insert_all_reduce(self.copied, plan.ties)
+            case Method.DENSE | Method.ROWS:
+                return insert_ownership(self.owned, plan)
+            case _:
+                assert_never(method)
+
+
+def forward_seconds(model: ModelShapes, config: PlanConfig) -> tuple[float, ...]:
+    """By stage, the seconds of the forward of a microbatch: as given, or its operations over `flops`.
+
+    An element that a token is multiplied with costs two operations; a causal attention looks at half of
+    the sequence on average.
+    """
+    if config.stage_seconds:
+        return config.stage_seconds
+    tokens = config.microbatch_tokens
+    return tuple(
+        tokens * (2 * stage.multiplies + stage.attention * config.sequence) / config.flops
+        for stage in model.stages
+    )
+
+
+def tied_bytes(kind: SyncKind, tie: TiePlan, peer_has_rows: bool, config: PlanConfig) -> int:
+    """Payload bytes of one message of `tie`; headers, 512 bytes each, not counted."""
+    row = math.prod(tie.shape[1:]) * config.itemsize
+    match kind:
+        case SyncKind.SEND_IDS | SyncKind.RECV_IDS:
+            return config.num_rows * ID_BYTES
+        case SyncKind.SEND_ROWS | SyncKind.RECV_ROWS:
+            return config.num_rows * row
+        case SyncKind.SEND_GRAD | SyncKind.RECV_GRAD:
+            return (config.num_rows if peer_has_rows else tie.shape[0]) * row
+        case SyncKind.SEND_WEIGHT | SyncKind.RECV_WEIGHT:
+            return tie.shape[0] * row
+        case SyncKind.OWNER_STEP:
+            return 0
+        case _:
+            assert_never(kind)
+
+
+def _step_seconds(shapes: tuple[Shape, ...], config: PlanConfig) -> float:
+    """An optimizer's step: weights and gradients are read, weights written, state read and written."""
+    size = count(shapes)
+    state = state_bytes(shapes, config.optimizer, config.state_itemsize) + size * config.master_bytes
+    return (3 * size * config.itemsize + 2 * state) / config.memory_bandwidth
+
+
+def _flight(size: int, config: PlanConfig) -> float:
+    return config.latency + size / config.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TieTimes:
+    """Seconds of a tie's messages and of its owner's step."""
+
+    grad: float
+    weight: float
+    step: float
+
+
+def _tie_times(tie: TiePlan, config: PlanConfig) -> _TieTimes:
+    """Of a replica's dense gradient, of the weights behind the end of the step, and of the step itself.
+
+    Streaming, a chunk is stepped while the next one comes in and the last one leaves, so that gradients,
+    steps and weights take as long as the slowest of the three, and one chunk more of the others.
+    """
+    size = math.prod(tie.shape) * config.itemsize
+    wire = size / config.bandwidth
+    step = _step_seconds((tie.shape,), config)
+    chunks = math.ceil(tie.shape[0] / rows_per_chunk(tie.shape, config.itemsize, config.chunk_bytes))
+    early = config.transfer is When.EARLY
+    grad = _flight(size if early else 0, config)
+    incoming = 0.0 if early else wire * len(tie.copies)
+    if not config.streams:
+        return _TieTimes(grad=grad, weight=_flight(size, config), step=incoming + step)
+    slowest = max(incoming, step)
+    whole = slowest + min(incoming, step) / chunks
+    # Weights that the link takes longer for than the step are still leaving when it ends.
+    rest = max(0.0, wire - slowest) + wire / chunks
+    return _TieTimes(grad=grad, weight=config.latency + rest, step=whole)
+
+
+def _durations(
+    model: ModelShapes, plan: OwnershipPlan, method: Method, config: PlanConfig
+) -> Callable[[Action], float]:
+    """Seconds of each action, as `simulate` takes them."""
+    forwards = forward_seconds(model, config)
+    moved = config.microbatch_tokens * model.hidden * config.itemsize
+    ties = {tie.name: tie for tie in plan.ties}
+    times = {name: _tie_times(tie, config) for name, tie in ties.items()}
+    steps = {f"stage{index}": _step_seconds(stage.shapes, config) for index, stage in enumerate(model.stages)}
+    for tied in model.ties:
+        steps.update({use.name: _step_seconds((tied.shape,), config) for use in tied.uses})
+
+    def sync(action: Sync) -> float:
+        tie, known = ties[action.bucket], times[action.bucket]
+        match action.kind:
+            case SyncKind.SEND_IDS | SyncKind.SEND_ROWS:
+                return _flight(tied_bytes(action.kind, tie, True, config), config)
+            case SyncKind.SEND_GRAD:
+                if method is Method.ROWS:
+                    return _flight(tied_bytes(action.kind, tie, True, config), config)
+                return known.grad
+            case SyncKind.SEND_WEIGHT:
+                return known.weight
+            case SyncKind.OWNER_STEP:
+                return known.step
+            case SyncKind.RECV_IDS | SyncKind.RECV_ROWS | SyncKind.RECV_GRAD | SyncKind.RECV_WEIGHT:
+                return 0.0
+            case _:
+                assert_never(action.kind)
+
+    def duration(action: Action) -> float:
+        match action:
+            case Compute(kind=kind, stage=stage):
+                return forwards[stage] * (2.0 if kind is ComputeKind.BACKWARD else 1.0)
+            case Transfer(kind=move):
+                sends = move in (TransferKind.SEND_ACTIVATION, TransferKind.SEND_INPUT_GRAD)
+                return _flight(moved, config) if sends else 0.0
+            case BucketStep(bucket=bucket):
+                return steps[bucket]
+            case Sync():
+                return sync(action)
+            case Collective(ranks=ranks, bucket=name):
+                return _all_reduce_seconds(ties, ranks, name, config)
+            case _:
+                assert_never(action)
+
+    return duration
+
+
+def _all_reduce_seconds(
+    ties: Mapping[str, TiePlan], ranks: tuple[int, ...], name: str | None, config: PlanConfig
+) -> float:
+    """A ring: 2 (n - 1) rounds, in each of which a rank sends an n-th part."""
+    if name is None or len(ranks) < 2:
+        return 0.0
+    rounds = 2 * (len(ranks) - 1)
+    size = math.prod(ties[name].shape) * config.itemsize
+    return rounds * (config.latency + size / len(ranks) / config.bandwidth)
+
+
+def time_step(
+    dag: TrainingDAG, model: ModelShapes, plan: OwnershipPlan, method: Method, config: PlanConfig
+) -> Timing:
+    """Run steps of `dag` behind one another: a rank begins its next step when it has ended one.
+
+    Nothing but messages keeps ranks in step, so what is awaited across the end of a step hides there too.
+    """
+    repeated = dataclasses.replace(dag, programs=tuple(program * SIMULATED_STEPS for program in dag.programs))
+    timeline = simulate(repeated, _durations(model, plan, method, config))
+    before = max(
+        ends[len(ends) // SIMULATED_STEPS * (SIMULATED_STEPS - 1) - 1] for ends in timeline.ends if ends
+    )
+    return Timing(step_seconds=timeline.makespan - before, timeline=timeline)
