@@ -35,6 +35,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from piper_owner.cli import bench
 
         return bench.run(arguments)
+    if arguments.command == "plan":
+        from piper_owner.cli import plan, plan_options
+
+        return plan.run(plan_options.read_plan(arguments))
     wanted = options.read(arguments)
     from piper_owner.cli import train
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from piper_owner.cli.bench_options import add_bench
+from piper_owner.cli.plan_options import add_plan
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
     DTYPES,
@@ -91,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(train)
     _add_output(train)
     _add_cluster(train)
+    add_plan(commands)
     add_bench(commands)
     return parser
 

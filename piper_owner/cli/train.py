@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import sys
-from contextlib import redirect_stdout, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import redirect_stdout
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
 from piper_owner.cli.options import TrainOptions
+from piper_owner.cli.output import cache_folder, write_json
 from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import print_result
 from piper_owner.cli.termination import orderly_termination
@@ -53,36 +50,12 @@ def run(options: TrainOptions) -> int:
     return 0
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` to `path` as JSON, whole or not at all. Raises OSError."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="ascii")  # a pipe or a device cannot be replaced
-        return
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="ascii")
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
-
-
 def _read_tokens(options: TrainOptions) -> tuple[str, NDArray[np.int32]]:
     """Where the text comes from, and its tokens; checked to be enough for one sequence."""
     text = read_text(options.text)
-    tokens = encode(text, options.config.vocab, cache_dir=_cache_folder())
+    tokens = encode(text, options.config.vocab, cache_dir=cache_folder())
     token_stream(options.config, tokens)
     return text.source, tokens
-
-
-def _cache_folder() -> Path:
-    """Where learnt vocabularies are kept, by the XDG rules: a relative path there does not count."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if given and Path(given).is_absolute():
-        return Path(given) / "piper-owner"
-    return Path("~/.cache/piper-owner").expanduser()
 
 
 def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: Console) -> TrainResult:

@@ -14,9 +14,9 @@ from piper_owner.dag.nodes import SENDS, Collective, Sync, SyncKind
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import OwnerChoice, OwnershipPlan, ParameterUse, plan_ownership
 from piper_owner.planning.config import Method, PlanConfig
-from piper_owner.planning.memory import RankMemory, activation_bytes, rank_memory
+from piper_owner.planning.memory import RankMemory, activation_bytes, rank_memory, state_bytes
 from piper_owner.planning.seconds import Pipelines, Timing, tied_bytes, time_step
-from piper_owner.planning.shapes import ModelShapes
+from piper_owner.planning.shapes import ModelShapes, count
 
 __all__ = ["Comparison", "MethodPlan", "Traffic", "compare_methods", "ownership_of", "plan_method"]
 
@@ -121,6 +121,14 @@ class Comparison:
     impossible: Mapping[Method, str]
     advice: Method
     reason: str
+
+    @property
+    def untied_state(self) -> int:
+        """Bytes of masters and optimizer state of everything but ties, on all ranks of a pipeline."""
+        shapes = [shape for stage in self.model.stages for shape in stage.shapes]
+        config = self.config
+        state = state_bytes(shapes, config.optimizer, config.state_itemsize)
+        return state + count(shapes) * config.master_bytes
 
 
 def ownership_of(
