@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.table import Table
 from piper_owner.cli.output import cache_folder, write_json
 from piper_owner.cli.plan_options import PlanOptions
 from piper_owner.cli.units import format_bytes, format_seconds
+from piper_owner.directives.emit import emit_program, format_program
 from piper_owner.errors import ConfigError, RunError
 from piper_owner.ownership import Layout, TiePlan
 from piper_owner.planning.balance import layer_counts, split_layers
@@ -46,11 +49,22 @@ def run(options: PlanOptions) -> int:
     comparison, rows_from = plan(options)
     print_comparison(comparison, rows_from, Console(file=sys.stdout, highlight=False))
     if options.json is not None:
-        try:
+        with _writing("--json", options.json):
             write_json(options.json, to_json(comparison, rows_from=rows_from))
-        except OSError as error:
-            raise RunError(f"--json {options.json}: cannot write it: {error.strerror or error}") from error
+    if options.emit_directives is not None:
+        dag = comparison.plans[comparison.advice].dag
+        program = format_program(emit_program(dag, num_pipelines=options.config.pipelines))
+        with _writing("--emit-directives", options.emit_directives):
+            options.emit_directives.write_text(program, encoding="ascii")
     return 0
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{option} {path}: cannot write it: {error.strerror or error}") from error
 
 
 def plan(options: PlanOptions) -> tuple[Comparison, str]:

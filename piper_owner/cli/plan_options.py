@@ -28,6 +28,9 @@ _DEFAULT: Final = PlanConfig()
 _SIZES: Final = {"vocab": 8192, "hidden": 128, "layers": 4, "heads": 0}
 _LONGEST: Final = 60
 _LARGEST: Final = 2**40
+# What is looped over must end: the Zipf law goes through a vocabulary, a text through a step's tokens.
+_LIMITS: Final = {"vocab": 10**7, "hidden": 2**24, "layers": 10**6, "heads": 2**24}
+_MOST_TEXT_TOKENS: Final = 2**24
 
 _DESCRIPTION: Final = """\
 Say what a model with a tied table costs on a layout of devices, before anything
@@ -233,6 +236,10 @@ def _check_model(options: PlanOptions, given: dict[str, str]) -> None:
     if sized and (options.preset is not None or options.model != "gpt"):
         what = "--preset" if options.preset is not None else "--model"
         raise ConfigError(f"{', '.join(sized)} with {what}, which has its own sizes; give one or the other")
+    if options.text is not None and options.config.tokens > _MOST_TEXT_TOKENS:
+        raise ConfigError(
+            f"--tokens {options.config.tokens} with --text: at most {_MOST_TEXT_TOKENS:,} are counted"
+        )
     if "rows" in given and options.text is not None:
         raise ConfigError("--rows and --text: give one of them")
 
@@ -248,9 +255,10 @@ def _whole(given: dict[str, str], name: str, default: int) -> int:
         return default
     digits = text.replace("_", "").replace(",", "")
     value = int(digits) if len(digits) <= 15 and digits.isascii() and digits.isdecimal() else 0
-    if not 1 <= value <= _LARGEST:
+    limit = _LIMITS.get(name, _LARGEST)
+    if not 1 <= value <= limit:
         option = name.replace("_", "-")
-        raise ConfigError(f"--{option} {_cut(text)}: a whole number from 1 to {_LARGEST:,} is needed")
+        raise ConfigError(f"--{option} {_cut(text)}: a whole number from 1 to {limit:,} is needed")
     return value
 
 

@@ -21,6 +21,7 @@ from piper_owner.planning.shapes import ModelShapes, count
 __all__ = ["Comparison", "MethodPlan", "Traffic", "compare_methods", "ownership_of", "plan_method"]
 
 _CLOSE: Final = 0.01
+_ROUNDING: Final = 1e-9
 _MOST_CANDIDATES: Final = 8
 _KIND: Final = {
     SyncKind.SEND_IDS: "ids",
@@ -183,7 +184,8 @@ def plan_method(
         config,
         activations=activation_bytes(model, dag.programs, config),
     )
-    exposed = 0.0 if free_seconds is None else max(0.0, timing.step_seconds - free_seconds)
+    exposed = 0.0 if free_seconds is None else timing.step_seconds - free_seconds
+    exposed = exposed if exposed > _ROUNDING * timing.step_seconds else 0.0
     return MethodPlan(
         method=method,
         ownership=ownership,
@@ -228,12 +230,12 @@ def compare_methods(model: ModelShapes, config: PlanConfig, *, owner: OwnerChoic
     plans = {Method.NAIVE: naive}
     tried: dict[tuple[Method, int], MethodPlan] = {}
     impossible: dict[Method, str] = {}
-    if any(tie.replicas for tie in held.ties):
+    if any(len({use.stage for use in tied.uses}) > 1 for tied in model.ties):
         plans[Method.ALL_REDUCE] = plan_method(
             model, config, Method.ALL_REDUCE, held, pipelines, free_seconds=free
         )
     else:
-        impossible[Method.ALL_REDUCE] = "all uses of a tie are on one device: nothing to reduce"
+        impossible[Method.ALL_REDUCE] = "all uses of a tie are in one stage, and there is nothing to reduce"
     for method in (Method.DENSE, Method.ROWS):
         try:
             candidates = _candidates(model, config, method, owner, pipelines.placement)
@@ -325,7 +327,11 @@ def _advise(plans: Mapping[Method, MethodPlan], config: PlanConfig) -> tuple[Met
 def _against(best: MethodPlan, other: MethodPlan) -> str:
     """What `best` saves over `other`, or costs."""
     saved = other.peak - best.peak
-    memory = f"{abs(saved) / 1e9:.3g} GB {'less' if saved >= 0 else 'more'} on the fullest device"
+    memory = f"{_size(abs(saved))} {'less' if saved >= 0 else 'more'} on the fullest device"
     sooner = other.timing.step_seconds - best.timing.step_seconds
     time = f"a step {abs(sooner) * 1e3:.3g} ms {'shorter' if sooner >= 0 else 'longer'}"
     return f"against {other.method.value}: {memory}, {time}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +12,9 @@ from piper_owner.schedules import Placement, Schedule
 __all__ = ["DTYPE_BYTES", "Method", "Optimizer", "PlanConfig", "Transfer"]
 
 DTYPE_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_MOST_NODES: Final = 4_000_000
+_MOST_NODES: Final = 2**18
+_FASTEST: Final = 1e24
+_LONGEST_SECONDS: Final = 1e6
 
 
 class Method(enum.Enum):
@@ -140,15 +141,15 @@ def _check(config: PlanConfig) -> None:
             f"{_MOST_NODES:,} forwards a step are planned; give fewer of one of them"
         )
     for name in ("bandwidth", "flops", "memory_bandwidth"):
-        if not 0 < getattr(config, name) < math.inf:
+        if not 1 <= getattr(config, name) <= _FASTEST:
             option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {getattr(config, name)}: a positive, finite number is needed")
-    if not 0 <= config.latency < math.inf:
-        raise ConfigError(f"--latency {config.latency}: a finite time is needed")
+            raise ConfigError(f"--{option} {getattr(config, name)}: 1 to {_FASTEST:g} a second is needed")
+    if not 0 <= config.latency <= _LONGEST_SECONDS:
+        raise ConfigError(f"--latency {config.latency}: 0 to {_LONGEST_SECONDS:,.0f} seconds is needed")
     if config.chunk_bytes < 1:
         raise ConfigError(f"--chunk-bytes {config.chunk_bytes}: at least 1 is needed")
     seconds = config.stage_seconds
-    if seconds and (len(seconds) != config.stages or not all(0 < s < math.inf for s in seconds)):
+    if seconds and (len(seconds) != config.stages or not all(0 < s <= _LONGEST_SECONDS for s in seconds)):
         raise ConfigError(
             f"--stage-seconds: give {config.stages} positive times, one for the forward of each stage, with "
             "commas between them"

@@ -122,12 +122,13 @@ def _chunk_bytes(shape: Shape, config: PlanConfig) -> int:
 def _copies_memory(
     model: ModelShapes, placement: Sequence[int], rank: int, method: Method, config: PlanConfig
 ) -> RankMemory:
-    """What a rank keeps for the copies of ties that it steps itself, one for each use."""
+    """What a rank keeps for the copies of ties that it steps itself, one for each stage that uses one."""
     memory = RankMemory()
     for tied in model.ties:
-        here = [use for use in tied.uses if placement[use.stage] == rank]
+        stages = {use.stage for use in tied.uses}
+        here = [stage for stage in stages if placement[stage] == rank]
         memory += _stepped((tied.shape,) * len(here), config)
-        if method is Method.ALL_REDUCE and here:
+        if method is Method.ALL_REDUCE and here and len(stages) > 1:
             flat = (math.prod(tied.shape) + 1) * config.itemsize
             memory += RankMemory(staging=flat)
     return memory
@@ -193,5 +194,6 @@ def activation_bytes(
 def _stage_bytes(stage: StageShapes, index: int, model: ModelShapes, config: PlanConfig) -> int:
     """Bytes that one microbatch leaves in a stage: what its layers save, and what came in."""
     entering = _ID_BYTES_HERE if index == 0 else model.hidden * config.itemsize
-    each = entering + stage.saved * config.itemsize + stage.saved_wide * _WIDE_BYTES
+    wide = max(_WIDE_BYTES, config.itemsize)
+    each = entering + stage.saved * config.itemsize + stage.saved_wide * wide
     return each * config.microbatch_tokens

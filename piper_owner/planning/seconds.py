@@ -32,7 +32,7 @@ from piper_owner.p2p_nodes import insert_all_reduce, insert_ownership
 from piper_owner.planning.config import Method, PlanConfig
 from piper_owner.planning.config import Transfer as When
 from piper_owner.planning.memory import state_bytes
-from piper_owner.planning.shapes import ModelShapes, Shape, count
+from piper_owner.planning.shapes import ModelShapes, Shape, TiedShape, TiedUse, count
 from piper_owner.schedules import build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
 
@@ -81,7 +81,7 @@ class Pipelines:
             num_microbatches=config.microbatches,
             buckets=[Bucket(name=f"stage{stage}", stages=(stage,)) for stage in range(config.stages)],
         )
-        copies = [Bucket(name=use.name, stages=(use.stage,)) for tied in model.ties for use in tied.uses]
+        copies = [Bucket(name=use.name, stages=(use.stage,)) for tied in model.ties for use in _copies(tied)]
         moved = insert_transfers(built)
         return cls(
             placement=placement,
@@ -100,6 +100,11 @@ class Pipelines:
                 return insert_ownership(self.owned, plan)
             case _:
                 assert_never(method)
+
+
+def _copies(tied: TiedShape) -> tuple[TiedUse, ...]:
+    """The uses that are copies where nothing makes them one: in one stage they are one Parameter anyhow."""
+    return tied.uses if len({use.stage for use in tied.uses}) > 1 else tied.uses[:1]
 
 
 def forward_seconds(model: ModelShapes, config: PlanConfig) -> tuple[float, ...]:
