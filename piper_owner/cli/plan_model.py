@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper_owner.cli.plan_options import HUGGING_FACE
 from piper_owner.errors import ConfigError, InputError
 from piper_owner.frontends.huggingface import find_ties, split
 from piper_owner.ownership import Tie, Use
@@ -16,8 +17,6 @@ from piper_owner.planning.shapes import ModelShapes, Shape, StageShapes, TiedSha
 from piper_owner.ties import describe_uses
 
 __all__ = ["measure_model", "measure_stages"]
-
-_HUGGING_FACE = "hf:"
 
 
 def measure_model(name: str, num_stages: int) -> ModelShapes:
@@ -27,15 +26,13 @@ def measure_model(name: str, num_stages: int) -> ModelShapes:
 
     Raises InputError for a model that is not found or cannot be split, or without transformers.
     """
-    if not name.startswith(_HUGGING_FACE) or name == _HUGGING_FACE:
-        raise ConfigError(f"--model {name[:60]}: give gpt, or hf:NAME_OR_PATH of a model of transformers")
     try:
         transformers: Any = importlib.import_module("transformers")  # optional: only this needs it
     except ImportError as error:
         raise ConfigError(
             f"--model {name[:60]}: transformers is not installed; pip install 'piper-owner[hf]'"
         ) from error
-    wanted = name.removeprefix(_HUGGING_FACE)
+    wanted = name.removeprefix(HUGGING_FACE)
     try:
         config = transformers.AutoConfig.from_pretrained(wanted)
         with torch.device("meta"):

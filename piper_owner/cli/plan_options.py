@@ -20,12 +20,13 @@ from piper_owner.planning.presets import PRESETS
 from piper_owner.planning.units import parse_bytes, parse_rate, parse_seconds
 from piper_owner.schedules import Placement, Schedule
 
-__all__ = ["PlanOptions", "add_plan", "read_plan"]
+__all__ = ["HUGGING_FACE", "PlanOptions", "add_plan", "read_plan"]
 
 E = TypeVar("E", bound=Enum)
 
 _DEFAULT: Final = PlanConfig()
 _SIZES: Final = {"vocab": 8192, "hidden": 128, "layers": 4, "heads": 0}
+HUGGING_FACE: Final = "hf:"
 _LONGEST: Final = 60
 _LARGEST: Final = 2**40
 # What is looped over must end: the Zipf law goes through a vocabulary, a text through a step's tokens.
@@ -236,6 +237,10 @@ def _check_model(options: PlanOptions, given: dict[str, str]) -> None:
     if sized and (options.preset is not None or options.model != "gpt"):
         what = "--preset" if options.preset is not None else "--model"
         raise ConfigError(f"{', '.join(sized)} with {what}, which has its own sizes; give one or the other")
+    if options.model != "gpt" and not options.model.startswith(HUGGING_FACE):
+        raise ConfigError(
+            f"--model {_cut(options.model)}: give gpt, or hf:NAME_OR_PATH of a model of transformers"
+        )
     if options.text is not None and options.config.tokens > _MOST_TEXT_TOKENS:
         raise ConfigError(
             f"--tokens {options.config.tokens} with --text: at most {_MOST_TEXT_TOKENS:,} are counted"
