@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -20,17 +22,6 @@ GEMMA = (
     *("--preset", "gemma-2-2b", "--stages", "4", "--schedule", "1f1b"),
     *("--bandwidth", "25GB/s", "--tokens", "16384"),
 )
-    "--preset",
-    "gemma-2-2b",
-    "--stages",
-    "4",
-    "--schedule",
-    "1f1b",
-    "--bandwidth",
-    "25GB/s",
-    "--tokens",
-    "16384",
-]
 
 
 def planned(*arguments: str, tmp_path: Path) -> dict[str, Any]:
@@ -65,6 +56,19 @@ def test_gemma_in_a_process_of_its_own_without_torch() -> None:
         "assumed: links of 25 GB/s",
     ):
         assert words in ran.stdout
+
+
+def test_the_readme_has_what_the_command_prints() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"```bash\npiper-owner (plan .*)\n```\n\n<!-- plan -->\n```\n(.*?)```\n", readme, re.DOTALL
+    )
+    assert found is not None
+    command = [sys.executable, "-m", "piper_owner", *found[1].split()]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    printed = "".join(f"{line.rstrip()}\n" for line in ran.stdout.splitlines())
+    assert printed == found[2]
 
 
 def test_the_figures_of_the_file(tmp_path: Path) -> None:
