@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Final, assert_never
 
 from piper_owner.dag.nodes import (
+    Across,
     Action,
     BucketStep,
     Collective,
@@ -104,7 +105,7 @@ def _mark(action: Action) -> str:
             return "S"
         case Sync(kind=sync):
             return "S" if sync is SyncKind.OWNER_STEP else "="
-        case Collective():
+        case Collective() | Across():
             return "="
         case Transfer():
             return "."

@@ -17,6 +17,7 @@ from piper_owner.cost import ID_BYTES, rows_per_chunk
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.dag.lower import insert_bucket_steps, insert_transfers
 from piper_owner.dag.nodes import (
+    Across,
     Action,
     BucketStep,
     Collective,
@@ -223,6 +224,8 @@ def _durations(
                 return steps[bucket]
             case Sync():
                 return sync(action)
+            case Across():
+                return 0.0  # between pipelines
             case Collective(ranks=ranks, bucket=name):
                 return _all_reduce_seconds(ties, ranks, name, config)
             case _:
