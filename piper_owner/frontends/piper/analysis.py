@@ -9,7 +9,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,6 +91,7 @@ class _Runner(fx.Interpreter):
 
     def __init__(self, captured: Captured, facts: Facts, mode: FakeTensorMode) -> None:
         super().__init__(captured.root, garbage_collect_values=False, graph=captured.graph)
+        self.extra_traceback = False  # errors are the user's, and name the user's line
         self._facts, self._mode = facts, mode
 
     def fetch_attr(self, target: str) -> Any:  # noqa: ANN401 - as in torch
@@ -103,9 +109,9 @@ class _Runner(fx.Interpreter):
         try:
             with watch:
                 result = super().run_node(n)
-        except torch._subclasses.fake_tensor.UnsupportedFakeTensorException as error:
+        except UnsupportedFakeTensorException as error:
             raise TraceError(f"{line_of(n)}: {error}") from error
-        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceError(
                 f"{line_of(n)}: its result is a Python number, or has a shape, that depends on the values "
                 "of a tensor; stages are planned before there are values. Keep it a tensor, of a known shape"

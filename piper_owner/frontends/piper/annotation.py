@@ -69,9 +69,12 @@ def recording() -> Iterator[Recorder]:
     """Give the regions of the trace inside numbers. For one trace of the process at a time."""
     recorder = Recorder()
     _active.append(recorder)
+    # A trace that fails inside a region may leave its mark behind.
+    before, fx_traceback.current_meta = fx_traceback.current_meta, {}
     try:
         yield recorder
     finally:
+        fx_traceback.current_meta = before
         _active.remove(recorder)
 
 
@@ -106,4 +109,4 @@ def innermost_line(stack: Sequence[traceback.FrameSummary]) -> str:
             return (
                 f"{frame.filename}:{frame.lineno}: `{code}`" if code else f"{frame.filename}:{frame.lineno}"
             )
-    return "a line that torch does not tell"
+    return "in a line that torch does not tell"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 import threading
@@ -19,9 +20,12 @@ from torch._dynamo.exc import TorchDynamoException
 from piper_owner.errors import TraceError
 from piper_owner.frontends.piper.annotation import Entry, innermost_line, recording
 
-__all__ = ["Captured", "capture"]
+__all__ = ["ONE_AT_A_TIME", "Captured", "capture"]
 
-_LOCK: Final = threading.Lock()  # ranks that are threads of one process trace one after the other
+ONE_AT_A_TIME: Final = threading.Lock()
+"""For tracing, and for drawing the values of a model. Ranks may be threads of one process, and Dynamo keeps
+what it annotates in a variable of the process, and puts the state of random numbers back when it is done."""
+
 _FAKE_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
 _REMEDY: Final = (
     "A pipeline stage is one fixed graph: let forward branch on shapes and settings, not on the values of "
@@ -38,6 +42,8 @@ class Captured:
     graph: fx.Graph
     tensors: dict[fx.Node, Tensor]
     """By placeholder, the very tensor it stands for: an input, a parameter, a buffer, or another one."""
+    names: dict[fx.Node, str]
+    """The placeholders of parameters and buffers, and their first names in the model."""
     inputs: dict[fx.Node, int]
     """The placeholders of the model's inputs, and which input each is."""
     outputs: tuple[fx.Node, ...]
@@ -50,6 +56,8 @@ class Captured:
 def capture(model: nn.Module, inputs: Sequence[Tensor], tag: str) -> Captured:
     """Trace `model(*inputs)` without running it, on the meta device or any other. Local.
 
+    Under ONE_AT_A_TIME, which `analyse` needs too.
+
     Raises TraceError, naming the line, for what is no fixed graph, for outputs that are not tensors, and
     for a tensor that the forward stores in an attribute.
     """
@@ -57,7 +65,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor], tag: str) -> Captured:
     on_meta = any(value.is_meta for value in inputs)
     # Each its own object, also where the caller gives one tensor twice.
     given = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
-    with _LOCK, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(recording())
         stack.enter_context(_restored_attributes(model))
         stack.enter_context(_quiet())
@@ -83,6 +91,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor], tag: str) -> Captured:
         root=backend.module,
         graph=backend.module.graph,
         tensors=backend.tensors,
+        names=backend.named(model),
         inputs=backend.numbered(given),
         outputs=outputs,
         regions=regions,
@@ -109,6 +118,11 @@ class _Backend:
         assert self.module is not None
         results: Any = self.module.graph.output_node().args[0]
         return tuple(results)
+
+    def named(self, model: nn.Module) -> dict[fx.Node, str]:
+        """The placeholders of parameters and buffers of `model`, with their first names."""
+        names = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
+        return {node: names[id(value)] for node, value in self.tensors.items() if id(value) in names}
 
     def numbered(self, given: Sequence[Tensor]) -> dict[fx.Node, int]:
         """The placeholders of `given`, with their index."""
@@ -173,6 +187,12 @@ def _check_inputs(model: nn.Module, inputs: Sequence[object]) -> None:
                 f"input {index} for {type(model).__name__} is a {type(value).__name__}: a traced model takes "
                 "tensors, by position; bind other arguments before (functools.partial, or an attribute)"
             )
+    try:
+        inspect.signature(model.forward).bind(*inputs)
+    except TypeError as error:
+        raise TraceError(
+            f"forward of {type(model).__name__} does not take {len(inputs)} positional inputs: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -221,13 +241,13 @@ def _explain(model: nn.Module, error: TorchDynamoException) -> TraceError:
     ]
     title = text.strip().partition("\n")[0]
     explanation = _after("Explanation:", text)
+    where = f"cannot trace {type(model).__name__}, {innermost_line(stack)}"
     if title.startswith("Observed exception"):
-        reason = f"it {_after('Developer debug context:', text)}"
-    elif ": got " in explanation:
-        reason = explanation.partition(": got ")[2].rstrip(".")
-    else:
-        reason = f"{title}: {explanation}".removesuffix(": ").rstrip(".")
-    return TraceError(f"cannot trace {type(model).__name__} at {innermost_line(stack)}: {reason}. {_REMEDY}")
+        return TraceError(f"{where}: it {_after('Developer debug context:', text)}")
+    if ": got " in explanation:
+        return TraceError(f"{where}: {explanation.partition(': got ')[2].rstrip('.')}")
+    reason = f"{title}: {explanation}".removesuffix(": ").rstrip(".")
+    return TraceError(f"{where}: {reason}. {_REMEDY}")
 
 
 def _after(label: str, text: str) -> str:

@@ -233,12 +233,13 @@ def _check_write(
                 "other stages read too; write into a copy (.clone())"
             )
         if maker.op == "placeholder":
+            name = captured.names.get(maker, "a tensor of the model")
             regions = sorted(used_by.get(maker, set()))
             if len(regions) > 1:
                 raise TraceError(
-                    f"{line_of(node)}: writes in place into {_name_of(captured, maker)}, which the "
-                    f"{split.tag} regions {regions} use; what one stage writes does not reach another. Use "
-                    "it in one region"
+                    f"{line_of(node)}: writes in place into {name}, which the {split.tag} "
+                    f"regions {regions} use; what one stage writes does not reach another. Use it in "
+                    " one region"
                 )
         elif split.region_of[maker] != split.region_of[node]:
             raise TraceError(
@@ -246,10 +247,6 @@ def _check_write(
                 f"{split.region_of[maker]} made at {line_of(maker)}, and region {split.region_of[node]} has "
                 "only received; write into a copy (.clone()), or leave the underscore or inplace=True out"
             )
-
-
-def _name_of(captured: Captured, maker: fx.Node) -> str:
-    return str(captured.tensors.get(maker, "") and maker.target)
 
 
 def _tags_of(captured: Captured, tag: str, marks: Mapping[int, int]) -> tuple[Mapping[str, int], ...]:

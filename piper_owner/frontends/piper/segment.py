@@ -85,7 +85,7 @@ def _to_name(value: object) -> object:
     if not callable(value):
         return value
     module, _, path = fx.node._get_qualified_name(value).rpartition(".")
-    named = _ByName(module, path)
+    named = _ByName(module or "builtins", path)
     try:
         return named if _from_name(named) is value else value
     except (ImportError, AttributeError):

@@ -8,11 +8,9 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import nn
@@ -21,13 +19,12 @@ from piper_owner.errors import ConfigError, InputError, TraceError
 from piper_owner.executor.config import TrainConfig
 from piper_owner.executor.source import ModelSource, SplitModel, torch_dtype
 from piper_owner.frontends.piper.annotation import innermost_line
+from piper_owner.frontends.piper.capture import ONE_AT_A_TIME
 from piper_owner.frontends.piper.segment import Segment
 from piper_owner.frontends.piper.trace import TracedModel, trace
 from piper_owner.ownership import Tie
 
 __all__ = ["AnnotatedModel"]
-
-_SEED_LOCK: Final = threading.Lock()  # ranks that are threads share one random generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ class AnnotatedModel(ModelSource):
         return self._build(self._function(), config)
 
     def _build(self, build: Callable[..., object], config: TrainConfig) -> nn.Module:
-        with _SEED_LOCK, torch.random.fork_rng(devices=[]):
+        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return _call(build, self.target, config.vocab, torch_dtype(config))
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from piper_owner.executor.ports import StagePorts, stage_edges
 from piper_owner.frontends.piper.analysis import analyse
-from piper_owner.frontends.piper.capture import capture
+from piper_owner.frontends.piper.capture import ONE_AT_A_TIME, capture
 from piper_owner.frontends.piper.naming import name_parameters
 from piper_owner.frontends.piper.regions import split_regions
 from piper_owner.frontends.piper.segment import Segment, build_segment
@@ -54,8 +54,9 @@ def trace(model: nn.Module, *inputs: Tensor, tag: str = "PP") -> TracedModel:
     Raises TraceError, which names the line of the source, for a forward that is no fixed graph, and for
     regions that do not split it; and TieError for parameters that share memory without being one.
     """
-    captured = capture(model, inputs, tag)
-    facts = analyse(captured)
+    with ONE_AT_A_TIME:
+        captured = capture(model, inputs, tag)
+        facts = analyse(captured)
     split = split_regions(captured, facts, tag)
     wirings, ports = wire(captured, facts, split)
     names = name_parameters(model, captured, [wiring.uses for wiring in wirings], tag)
