@@ -22,6 +22,8 @@ from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import loss_tolerance, print_result, verdict
 from piper_owner.cli.train import write_json
 from piper_owner.cli.units import format_bytes, format_difference, format_seconds
+from piper_owner.directives import Program
+from piper_owner.directives.model import Filter, Split
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.results import RunResult, TiedBytes, TrainResult
@@ -83,12 +85,15 @@ def test_defaults_are_those_of_the_config() -> None:
     assert options() == TrainOptions(config=TrainConfig())
 
 
-def test_every_option_arrives() -> None:
+def test_every_option_arrives(tmp_path: Path) -> None:
+    directives = tmp_path / "schedule.json"
+    directives.write_text('[{"op": "split", "filter": {}, "num_microbatches": 3}]')
     given = options(
         *("--stages", "6", "--devices", "2", "--placement", "v", "--schedule", "gpipe"),
         *("--microbatches", "5", "--microbatch-size", "3", "--sequence-length", "7"),
         *("--layers", "8", "--hidden", "24", "--heads", "3", "--vocab", "300", "--owner", "0"),
         *("--layout", "dense", "--dp", "3", "--scope", "global"),
+        *("--model", "models:build", "--directives", str(directives)),
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
@@ -97,7 +102,8 @@ def test_every_option_arrives() -> None:
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
         sequence_length=7, layers=8, hidden=24, heads=3, vocab=300, owner=0, optimizer="sgd", lr=0.5,
         clip=2.0, dtype="float64", steps=9, seed=4, chunk_bytes=1000, timeout_seconds=7.5,
-        layout="dense", dp=3, scope="global",
+        layout="dense", dp=3, scope="global", model="models:build",
+        program=Program(directives=(Split(filter=Filter(), num_microbatches=3),)),
     )  # fmt: skip
     default = TrainConfig()
     same = [f.name for f in fields(config) if getattr(config, f.name) == getattr(default, f.name)]
@@ -125,13 +131,13 @@ def test_help_explains_every_option_within_80_columns(
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    names = {field.name for field in fields(TrainConfig)} - {"timeout_seconds"}
+    names = {field.name for field in fields(TrainConfig)} - {"timeout_seconds", "program"}
     shown = text.partition("options:")[2]
-    for name in (*names, "timeout", "text", "compare", "json", "address"):
+    for name in (*names, "timeout", "text", "compare", "json", "address", "directives"):
         assert f"--{name.replace('_', '-')} " in shown
     for heading in ("pipeline:", "model:", "training:", "data:", "comparison and output:", "cluster:"):
         assert heading in text
-    assert shown.count("(default") == len(names) + 5
+    assert shown.count("(default") == len(names) + 6
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from piper_owner.cli.bench_options import add_bench
 from piper_owner.cli.plan_options import add_plan
+from piper_owner.cli.programs import read_program
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
     DTYPES,
@@ -50,6 +51,8 @@ examples:
       compare to the last bits, and keep the figures
   piper-owner train --layout dense
       both devices keep a working copy; the embedding's owns it
+  piper-owner train --model my_models:build --directives schedule.json
+      your annotated model, under your own schedule
   piper-owner train --placement v --stages 4
       first and last stage on one device: the tie needs no message
 
@@ -104,6 +107,8 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
     """
     values: dict[str, Any] = {name: getattr(arguments, name) for name in _DEFAULTS if name in arguments}
     values["owner"] = _read_owner(arguments.owner)
+    if arguments.directives is not None:
+        values["program"] = read_program(arguments.directives)
     options = TrainOptions(
         config=TrainConfig(**values),
         compare=_read_compare(arguments.compare),
@@ -162,6 +167,11 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "who owns a tied parameter among several pipelines; pipeline: a device in each; global: one device "
         "in the whole job, which steps for all",
     )
+    _add_ownership(group)
+    _add_directives(group)
+
+
+def _add_ownership(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--owner",
         default=str(_DEFAULTS["owner"]),
@@ -179,8 +189,27 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     _add(group, "chunk_bytes", int, "BYTES", "size of the pieces in which gradients and weights travel")
 
 
+def _add_directives(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--directives",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="a schedule program, a JSON array of directives, that says which device runs which stage and in "
+        "which order, in place of --stages, --devices, --placement, --schedule, --microbatches and --dp; "
+        "'piper-owner verify' checks it (default: none)",
+    )
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=_DEFAULTS["model"],
+        metavar="NAME",
+        help="gpt, the small GPT of the options below; or module:function, a function that is called with "
+        "vocab_size= and returns an annotated model, of one stage for each region (default: %(default)s)",
+    )
     _add(group, "layers", int, "N", "transformer blocks")
     _add(group, "hidden", int, "N", "width of the model, a multiple of --heads")
     _add(group, "heads", int, "N", "attention heads per block")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from piper_owner.cli.models import model_source
 from piper_owner.cli.options import TrainOptions
 from piper_owner.cli.output import cache_folder, write_json
 from piper_owner.cli.progress import show_progress
@@ -19,8 +21,9 @@ from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
 from piper_owner.errors import RunError
 from piper_owner.executor.config import RunKind
-from piper_owner.executor.plan import plan_run
+from piper_owner.executor.plan import plan_run, resolve_run
 from piper_owner.executor.results import TrainResult
+from piper_owner.executor.source import ModelSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.runtime import environment
 from piper_owner.runtime.address import check_address
@@ -36,11 +39,13 @@ def run(options: TrainOptions) -> int:
     out, notes = Console(file=sys.stdout), Console(file=sys.stderr, highlight=False)
     if options.address is not None:
         check_address(options.address)
+    source = model_source(options.config.model)
+    options = replace(options, config=resolve_run(options.config, source))
     for kind in (RunKind.OWNER, *options.compare):
         if kind is not RunKind.REFERENCE:
-            plan_run(options.config, kind)
+            plan_run(options.config, kind, source)
     text, tokens = _read_tokens(options)
-    result = _train(options, text, tokens, notes)
+    result = _train(options, source, text, tokens, notes)
     print_result(result, out)
     if options.json is not None:
         try:
@@ -58,7 +63,9 @@ def _read_tokens(options: TrainOptions) -> tuple[str, NDArray[np.int32]]:
     return text.source, tokens
 
 
-def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: Console) -> TrainResult:
+def _train(
+    options: TrainOptions, source: ModelSource, text: str, tokens: NDArray[np.int32], notes: Console
+) -> TrainResult:
     environment.prepare(options.address)
     # Only now, because Ray reads the environment when it is imported.
     from piper_owner.runtime import driver
@@ -74,6 +81,7 @@ def _train(options: TrainOptions, text: str, tokens: NDArray[np.int32], notes: C
             tokens,
             text=text,
             compare=options.compare,
+            source=source,
             address=options.address,
             on_step=on_step,
         )

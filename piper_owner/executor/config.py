@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
+from piper_owner.directives import Program
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import LayoutChoice, OwnerChoice, Scope
 
@@ -48,6 +49,9 @@ class TrainConfig:
     equal pipelines, of `devices` each, trains on its own part. `devices`
     defaults to one per stage under `loop` and to half the stages, rounded up, under `v`; `lr` to
     what suits the optimizer (LEARNING_RATES).
+    `model` names what is trained, and how to get it is for a ModelSource to know; vocab, hidden, layers and
+    heads are the GPT's. `program` says where stages run and in which order, in place of placement,
+    devices, dp, schedule and microbatches.
     `timeout_seconds` bounds every wait of one rank for another.
 
     Raises ConfigError for a value that cannot work, naming the command's option.
@@ -76,6 +80,8 @@ class TrainConfig:
     seed: int = 0
     chunk_bytes: int = 4 * 2**20
     timeout_seconds: float = 120.0
+    model: str = "gpt"
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         if self.devices == 0:
@@ -90,6 +96,12 @@ class TrainConfig:
         """The learning rate, given or default."""
         assert self.lr is not None, "set when the config is made"
         return self.lr
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON has them; of a program, where it comes from."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        program = values.pop("program")
+        return {**values, "directives": None if program is None else program.source}
 
     @property
     def num_ranks(self) -> int:

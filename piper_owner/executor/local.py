@@ -17,7 +17,7 @@ from torch import Tensor
 from piper_owner.data.batches import TokenStream
 from piper_owner.errors import ExchangeError
 from piper_owner.executor.config import RunKind, TrainConfig
-from piper_owner.executor.plan import plan_run
+from piper_owner.executor.plan import plan_run, resolve_run
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.results import RunResult, TrainResult, collect_run
 from piper_owner.executor.session import RankReport, RankSession, StepReport
@@ -89,7 +89,7 @@ def train_in_process(
     `source` is the model (None: the GPT).
     """
     source = GPTSource() if source is None else source
-    config = source.resolve(config)
+    config = resolve_run(config, source)
     owner, equal = _train(config, RunKind.OWNER, stream, source)
     runs = {RunKind.OWNER: owner}
     for kind in compare:

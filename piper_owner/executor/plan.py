@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import assert_never
 
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.dag.text import format_dag
+from piper_owner.directives import Lowered, Program, lower_program
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.ports import StagePorts, stage_edges
@@ -19,7 +21,7 @@ from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
 from piper_owner.ties import describe_uses
 
-__all__ = ["RunPlan", "plan_run"]
+__all__ = ["RunPlan", "plan_run", "resolve_run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,24 @@ class RunPlan:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def resolve_run(config: TrainConfig, source: ModelSource) -> TrainConfig:
+    """`config` with what the model and the program decide: stages, devices, pipelines, microbatches.
+
+    Doing it again changes nothing. Pure. Raises InputError for options, a model or a program that do
+    not go together.
+    """
+    config = source.resolve(config)
+    if config.program is None:
+        return config
+    lowered = _lowered(config.program, source.split(config, device="meta"))
+    return dataclasses.replace(
+        config,
+        devices=len(lowered.devices[0]),
+        dp=lowered.num_pipelines,
+        microbatches=lowered.num_microbatches,
+    )
+
+
 def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = None) -> RunPlan:
     """Plan `run`: the model of `source` (the GPT), its ties, owners, and one program a rank.
 
@@ -50,9 +70,10 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
     copies where there is one stage.
     """
     source = GPTSource() if source is None else source
-    config = source.resolve(config)
+    config = resolve_run(config, source)
     split = source.split(config, device="meta")
-    placement = place_stages(config.stages, config.devices, Placement(config.placement))
+    built = _built(config, split)
+    placement = built.placement
     uses = _uses(split, placement)
     ownership = plan_ownership(
         split.ties, uses, world_size=config.devices, owner=config.owner, layout=_layout(config, run)
@@ -61,7 +82,6 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
     clip = config.clip is not None
     match run:
         case RunKind.OWNER:
-            built = _build(config, split, placement, _stage_buckets(config))
             dag = executable(built, ownership, clip=clip, num_pipelines=config.dp)
         case RunKind.NAIVE | RunKind.ALLREDUCE:
             if config.stages == 1:
@@ -71,7 +91,7 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
                 )
             names = {name for tie in split.ties for name in tie.names}
             copies = tuple(Bucket(name=use.name, stages=(use.stage,)) for use in uses if use.name in names)
-            built = _build(config, split, placement, (*_stage_buckets(config), *copies))
+            built = dataclasses.replace(built, buckets=(*built.buckets, *copies))
             dag = executable_copies(
                 built,
                 ownership,
@@ -109,18 +129,29 @@ def _uses(split: SplitModel, placement: tuple[int, ...]) -> tuple[ParameterUse, 
     )
 
 
-def _stage_buckets(config: TrainConfig) -> tuple[Bucket, ...]:
-    return tuple(Bucket(name=f"stage{stage}", stages=(stage,)) for stage in range(config.stages))
-
-
-def _build(
-    config: TrainConfig, split: SplitModel, placement: tuple[int, ...], buckets: tuple[Bucket, ...]
-) -> TrainingDAG:
+def _built(config: TrainConfig, split: SplitModel) -> TrainingDAG:
+    """The computes of all ranks, as the program or the schedule has them; a bucket for each stage."""
+    buckets = tuple(Bucket(name=f"stage{stage}", stages=(stage,)) for stage in range(config.stages))
+    if config.program is not None:
+        return dataclasses.replace(_lowered(config.program, split).dag, buckets=buckets)
     return build_dag(
         Schedule(config.schedule),
-        placement=placement,
+        placement=place_stages(config.stages, config.devices, Placement(config.placement)),
         num_ranks=config.devices,
         num_microbatches=config.microbatches,
         buckets=buckets,
         stage_edges=stage_edges(split.ports),
     )
+
+
+def _lowered(program: Program, split: SplitModel) -> Lowered:
+    tags = tuple(tuple(sorted(each.items())) for each in split.tags)
+    return _lower(program, tags, stage_edges(split.ports))
+
+
+@functools.lru_cache(maxsize=2)
+def _lower(
+    program: Program, tags: tuple[tuple[tuple[str, int], ...], ...], edges: tuple[tuple[int, int], ...]
+) -> Lowered:
+    """A large program takes seconds, and every plan of a run asks for it again."""
+    return lower_program(program, tags=[dict(each) for each in tags], stage_edges=edges, buckets=())

@@ -96,7 +96,7 @@ class TrainResult:
         """What `--json` writes: plain dicts, lists, strings, numbers and null."""
         differences = compare(self.runs, self.ownership)
         return {
-            "config": {**asdict(self.config), "text": self.text},
+            "config": {**self.config.to_dict(), "text": self.text},
             "ties": self.ownership.to_dict()["ties"],
             "runs": {kind.value: run.to_dict() for kind, run in self.runs.items()},
             "max_abs_loss_diff": _by_name(differences.loss),

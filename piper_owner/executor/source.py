@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
 
+from piper_owner.directives.model import Place
 from piper_owner.executor.config import TrainConfig
 from piper_owner.executor.ports import StagePorts, chain_ports
 from piper_owner.models.gpt import GPTConfig, build_model, build_stage
 from piper_owner.ownership import Tie
 from piper_owner.ties import find_ties
 
-__all__ = ["GPTSource", "ModelSource", "SplitModel", "gpt_config", "torch_dtype"]
+__all__ = ["TAG", "GPTSource", "ModelSource", "SplitModel", "gpt_config", "torch_dtype"]
+
+TAG: Final = "PP"
+"""The annotation that numbers the stages of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +72,18 @@ class ModelSource(abc.ABC):
 class GPTSource(ModelSource):
     """The package's own GPT with a tied head, cut into `config.stages` stages in a chain."""
 
+    def resolve(self, config: TrainConfig) -> TrainConfig:
+        """`config`, with as many stages as its program places, if it names them one by one."""
+        placed = _placed(config)
+        return config if placed in (0, config.stages) else dataclasses.replace(config, stages=placed)
+
     def split(self, config: TrainConfig, *, device: str) -> SplitModel:
         """Stage by stage; see ModelSource."""
         return SplitModel(
             stages={stage: self._stage(config, stage, device) for stage in range(config.stages)},
             ports=chain_ports(config.stages),
             ties=find_ties(build_model(gpt_config(config), dtype=torch_dtype(config), device="meta")),
-            tags=tuple({"PP": stage} for stage in range(config.stages)),
+            tags=tuple({TAG: stage} for stage in range(config.stages)),
         )
 
     def build_stages(self, config: TrainConfig, stages: tuple[int, ...]) -> dict[int, nn.Module]:
@@ -89,6 +100,14 @@ class GPTSource(ModelSource):
         return build_stage(
             gpt_config(config), stage, config.stages, dtype=dtype, device=device, seed=config.seed
         )
+
+
+def _placed(config: TrainConfig) -> int:
+    """One more than the last stage that the program of `config` places by its number; 0 for none."""
+    directives = () if config.program is None else config.program.directives
+    filters = [directive.filter for directive in directives if isinstance(directive, Place)]
+    numbers = [index for each in filters for tag, index in each.tags if tag == TAG and index is not None]
+    return 1 + max(numbers, default=-1)
 
 
 def torch_dtype(config: TrainConfig) -> torch.dtype:

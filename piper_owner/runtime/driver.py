@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from piper_owner.executor.config import RunKind, TrainConfig
-from piper_owner.executor.plan import plan_run
+from piper_owner.executor.plan import plan_run, resolve_run
 from piper_owner.executor.results import RunResult, TrainResult, batch_loss, collect_run
 from piper_owner.executor.session import StepReport
 from piper_owner.executor.source import GPTSource, ModelSource
@@ -52,7 +52,7 @@ def train(
     """
     runs = [RunKind.OWNER, *(kind for kind in RunKind if kind in compare and kind is not RunKind.OWNER)]
     source = GPTSource() if source is None else source
-    config = source.resolve(config)
+    config = resolve_run(config, source)
     plans = {kind: plan_run(config, kind, source) for kind in runs if kind is not RunKind.REFERENCE}
     timeout = timedelta(seconds=config.timeout_seconds)
     # The driver hosts the store: it outlives every actor, and the port that it was given is free.
