@@ -148,24 +148,36 @@ def test_every_rank_builds_the_same_values_and_the_models_own() -> None:
     ("target", "folder"),
     [("examples.annotated:build", ROOT), ("annotated_models:SharedLayer", TESTS)],
 )
-@pytest.mark.parametrize("placement", ["loop", "v"])
-def test_sessions_train_as_in_one_process(target: str, folder: str, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "dp", "scope"),
+    [("loop", 1, "pipeline"), ("v", 1, "pipeline"), ("v", 2, "pipeline"), ("v", 2, "global")],
+)
+def test_sessions_train_as_in_one_process(
+    target: str, folder: str, placement: str, dp: int, scope: str
+) -> None:
     source = AnnotatedModel(target=target, folder=folder)
     config = TrainConfig(
-        placement=placement, microbatches=4, microbatch_size=1, sequence_length=4, vocab=256, dtype="float64"
+        placement=placement,
+        dp=dp,
+        scope=scope,
+        microbatches=4,
+        microbatch_size=1,
+        sequence_length=4,
+        vocab=256,
+        dtype="float64",
     )
     plan = plan_run(config, RunKind.OWNER, source)
     tokens = np.random.default_rng(0).integers(0, 256, 400)
-    stream = TokenStream(tokens, microbatches=4, microbatch_size=1, sequence_length=4)
+    stream = TokenStream(tokens, microbatches=4 * dp, microbatch_size=1, sequence_length=4)
 
     def work(fabric: Fabric) -> tuple[list[float], dict[str, Tensor]]:
-        session = RankSession(config, RunKind.OWNER, fabric.rank, fabric, source)
+        session = RankSession(config, RunKind.OWNER, fabric, source)
         losses = [session.train_step(stream.batch(step)).loss for step in range(3)]
         assert session.check()
         session.close()
         return losses, session.weights()
 
-    ranks = run_threads(plan.dag.num_ranks, work, timeout=timedelta(seconds=30))
+    ranks = run_threads(plan.config.num_ranks, work, timeout=timedelta(seconds=30))
     reference = ReferenceSession(config, source)
     for step in range(3):
         expected = reference.train_step(stream.batch(step)).loss
