@@ -75,7 +75,9 @@ class GPTSource(ModelSource):
     def resolve(self, config: TrainConfig) -> TrainConfig:
         """`config`, with as many stages as its program places, if it names them one by one."""
         placed = _placed(config)
-        return config if placed in (0, config.stages) else dataclasses.replace(config, stages=placed)
+        if placed in (0, config.stages):
+            return config
+        return dataclasses.replace(config, stages=placed, devices=0)  # the program has them, too
 
     def split(self, config: TrainConfig, *, device: str) -> SplitModel:
         """Stage by stage; see ModelSource."""
