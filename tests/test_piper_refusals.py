@@ -33,6 +33,7 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("count", torch.zeros(WIDTH))
+        self.part = self.count[:2]
         self.kept: Tensor | None = None
         self.body = body
 
@@ -144,6 +145,21 @@ def write_shared_buffer(m: Model, x: Tensor) -> Tensor:
         return x * 2
 
 
+def write_alias_of_shared_buffer(m: Model, x: Tensor) -> Tensor:
+    with annotate("PP"):
+        x = m.layer(x) + m.count
+    with annotate("PP"):
+        m.part.add_(1)
+        return x * 2
+
+
+def limit_norm(m: Model, x: Tensor) -> Tensor:
+    with annotate("PP"):
+        x = x + nn.functional.embedding(torch.arange(2), m.layer.weight, max_norm=1.0)
+    with annotate("PP"):
+        return m.layer(x)  # type: ignore[no-any-return]
+
+
 def returns_number(m: Model, x: Tensor) -> Any:  # noqa: ANN401
     with annotate("PP"):
         x = m.layer(x)
@@ -198,6 +214,12 @@ def shape_by_values(m: Model, x: Tensor) -> Tensor:
         (write_view_of_received, "x[0] += 1", "into a value that PP region 0 made"),
         (write_input, "x.add_(1)", "into input 0 of the model"),
         (write_shared_buffer, "m.count.add_(x.detach().sum(0))", r"count.*regions \[0, 1\] use"),
+        (write_alias_of_shared_buffer, "m.part.add_(1)", r"count.*regions \[0, 1\] use"),
+        (
+            limit_norm,
+            "x = x + nn.functional.embedding(torch.arange(2), m.layer.weight, max_norm=1.0)",
+            r"max_norm rewrites layer\.weight inside forward, and the PP regions \[0, 1\] use it",
+        ),
         (number_crosses, "size = x.sum().item()", "depends on the values of a tensor"),
         (shape_by_values, "found = x.nonzero()", "depends on the values"),
     ],

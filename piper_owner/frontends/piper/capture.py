@@ -73,6 +73,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor], tag: str) -> Captured:
         stack.enter_context(torch.enable_grad())
         if on_meta:  # tensors that forward makes from nothing have to be there too
             stack.enter_context(torch.device("meta"))
+        stack.enter_context(torch._dynamo.config.patch(allow_rnn=True))
         backend = _Backend()
         traced = torch.compile(_fresh_call(model), backend=backend, fullgraph=True, dynamic=False)
         try:

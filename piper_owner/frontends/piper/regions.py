@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from piper_owner.errors import TraceError
 from piper_owner.frontends.piper.analysis import CONTEXTS, Facts, is_tensors
@@ -193,7 +194,7 @@ def _check_nonempty(split: Split) -> None:
 
 def _check_crossing(captured: Captured, facts: Facts, split: Split) -> None:
     """Only tensors cross, forwards, and nothing is written in place from another region."""
-    used_by: dict[fx.Node, set[int]] = {}
+    used_by: dict[int, set[int]] = {}  # by memory that came from outside, the regions that use it
     region_of = split.region_of
     for node, here in region_of.items():
         for source in node.all_input_nodes:
@@ -210,7 +211,8 @@ def _check_crossing(captured: Captured, facts: Facts, split: Split) -> None:
     for node in captured.graph.nodes:
         for source in node.all_input_nodes:
             if source.op == "placeholder" and (here := region_of.get(node)) is not None:
-                used_by.setdefault(source, set()).add(here)
+                for key in facts.memory(source):
+                    used_by.setdefault(key, set()).add(here)
     for node, written in facts.writes.items():
         here = region_of[node]
         assert here is not None
@@ -224,9 +226,10 @@ def _check_write(
     split: Split,
     node: fx.Node,
     source: fx.Node,
-    used_by: Mapping[fx.Node, set[int]],
+    used_by: Mapping[int, set[int]],
 ) -> None:
-    for maker in {facts.makers[key] for key in facts.memory(source)}:
+    for key in facts.memory(source):
+        maker = facts.makers[key]
         if maker in captured.inputs:
             raise TraceError(
                 f"{line_of(node)}: writes in place into input {captured.inputs[maker]} of the model, which "
@@ -234,13 +237,18 @@ def _check_write(
             )
         if maker.op == "placeholder":
             name = captured.names.get(maker, "a tensor of the model")
-            regions = sorted(used_by.get(maker, set()))
-            if len(regions) > 1:
+            regions = sorted(used_by[key])
+            if len(regions) == 1:
+                continue
+            if node.target is functional.embedding:
                 raise TraceError(
-                    f"{line_of(node)}: writes in place into {name}, which the {split.tag} "
-                    f"regions {regions} use; what one stage writes does not reach another. Use it in "
-                    " one region"
+                    f"{line_of(node)}: max_norm rewrites {name} inside forward, and the {split.tag} regions "
+                    f"{regions} use it. Leave max_norm out, and clip or normalise after the step"
                 )
+            raise TraceError(
+                f"{line_of(node)}: writes in place into {name}, which the {split.tag} regions {regions} use; "
+                "what one stage writes does not reach another. Use it in one region"
+            )
         elif split.region_of[maker] != split.region_of[node]:
             raise TraceError(
                 f"{line_of(node)}: writes in place into a value that {split.tag} region "
