@@ -301,7 +301,7 @@ def plan_ownership(
     that holds nothing, or `"rows"` for a tie with no replica that only looks up, or with an owner
     that only looks up; the message names the parameter, its ranks and its stages.
     """
-    every_use = sorted(set(uses), key=lambda use: (use.rank, use.stage, use.name))
+    every_use = tuple(uses)
     wanted = sorted((_as_tie(tie) for tie in ties), key=lambda tie: tie.name)
     _check_ranks(every_use, world_size)
     _check_names(wanted, every_use)
@@ -309,9 +309,12 @@ def plan_ownership(
         unknown = sorted(set(given) - {tie.name for tie in wanted}) if isinstance(given, Mapping) else []
         if unknown:
             raise ConfigError(f"{option}= names {unknown}, which no tie has as its first name")
+    # Of a million parameters few are in a tie: only those are sorted.
+    tied = {name for tie in wanted for name in tie.names}
+    tied_uses = sorted({use for use in every_use if use.name in tied}, key=_place)
     plans = []
     for tie in wanted:
-        mine = [use for use in every_use if use.name in tie.names]
+        mine = [use for use in tied_uses if use.name in tie.names]
         _check_alike(tie, mine)
         holders = _merge(mine)
         choice = owner.get(tie.name, "auto") if isinstance(owner, Mapping) else owner
@@ -364,6 +367,10 @@ def _lay_out(
     return _elect(tie, holders, owner), holders
 
 
+def _place(use: ParameterUse) -> tuple[int, int, str]:
+    return use.rank, use.stage, use.name
+
+
 def _as_tie(tie: Tie | Sequence[str]) -> Tie:
     return tie if isinstance(tie, Tie) else Tie(tie)  # type: ignore[arg-type]  # Tie checks and converts
 
@@ -371,17 +378,17 @@ def _as_tie(tie: Tie | Sequence[str]) -> Tie:
 def _check_ranks(uses: Sequence[ParameterUse], world_size: int) -> None:
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: a plan needs at least one rank")
-    for use in uses:
-        if not 0 <= use.rank < world_size:
-            raise ConfigError(
-                f"{use.name!r} of stage {use.stage} is placed on rank {use.rank}, but the ranks are "
-                f"0 to {world_size - 1}"
-            )
+    outside = min((use for use in uses if not 0 <= use.rank < world_size), key=_place, default=None)
+    if outside is not None:
+        raise ConfigError(
+            f"{outside.name!r} of stage {outside.stage} is placed on rank {outside.rank}, but the ranks are "
+            f"0 to {world_size - 1}"
+        )
 
 
 def _check_names(ties: Sequence[Tie], uses: Sequence[ParameterUse]) -> None:
     tie_of: dict[str, Tie] = {}
-    known = sorted({use.name for use in uses})
+    known = {use.name for use in uses}
     for tie in ties:
         for name in tie.names:
             if name in tie_of:
@@ -391,9 +398,10 @@ def _check_names(ties: Sequence[Tie], uses: Sequence[ParameterUse]) -> None:
                 )
             tie_of[name] = tie
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=3)
+                names = sorted(known)
+                near = difflib.get_close_matches(name, names, n=3)
                 hint = (
-                    f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {known[:8]}."
+                    f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {names[:8]}."
                 )
                 raise TieError(
                     f"no stage holds {name!r} of the tie {tie.names}; {hint} Stages name their parameters "

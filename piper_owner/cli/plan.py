@@ -209,6 +209,8 @@ def _methods_table(comparison: Comparison) -> Table:
     add("exposed sync", lambda plan: format_seconds(plan.exposed_seconds) if plan.exposed_seconds else "0 s")
     add("messages of ties", lambda plan: str(plan.messages))
     add("sent by the busiest", lambda plan: format_bytes(plan.busiest))
+    if comparison.config.pipelines > 1:
+        add("sent across", lambda plan: format_bytes(max(t.across for t in plan.traffic.values())))
     add("optimizer of ties", lambda plan: format_bytes(_tied_state(plan, comparison)))
     table.add_section()
     for rank in list(plans[0].memory)[:_MOST_RANKS]:

@@ -144,15 +144,14 @@ def insert_bucket_steps(dag: TrainingDAG) -> TrainingDAG:
     Raises DagError if there are plain steps already.
     """
     _refuse(dag, BucketStep, "insert_bucket_steps")
+    steps: list[list[BucketStep]] = [[] for _ in dag.programs]
+    for bucket in dag.buckets:
+        if bucket.owner is None:
+            steps[dag.placement[bucket.stages[0]]].append(BucketStep(bucket=bucket.name))
     programs = []
     for rank, program in enumerate(dag.programs):
         body, tail = split_tail(program)
-        steps = [
-            BucketStep(bucket=bucket.name)
-            for bucket in dag.buckets
-            if bucket.owner is None and dag.placement[bucket.stages[0]] == rank
-        ]
-        programs.append([*body, *arrange_tail(dag, rank, [*tail, *steps])])
+        programs.append([*body, *arrange_tail(dag, rank, [*tail, *steps[rank]])])
     return with_programs(dag, programs)
 
 
@@ -202,7 +201,8 @@ def early_ties(dag: TrainingDAG, rank: int) -> frozenset[str]:
 def arrange_tail(dag: TrainingDAG, rank: int, tail: Iterable[Action]) -> list[Action]:
     """`tail` in the order that the module's docstring gives; equals keep their order."""
     actions = list(tail)
-    early = early_ties(dag, rank)
+    # Looked for only where it matters: a long pipeline has thousands of ranks without a tie.
+    early = early_ties(dag, rank) if any(isinstance(a, Sync) for a in actions) else frozenset()
     clipped = any(isinstance(a, Collective) and a.kind is CollectiveKind.CLIP for a in actions)
 
     def phase(action: Action) -> int:

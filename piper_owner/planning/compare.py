@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from piper_owner.cost import HEADER_BYTES, Candidate, elect
 from piper_owner.dag.graph import TrainingDAG
-from piper_owner.dag.nodes import SENDS, Collective, Sync, SyncKind
+from piper_owner.dag.nodes import SENDS, Across, Collective, Sync, SyncKind
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import OwnerChoice, OwnershipPlan, ParameterUse, plan_ownership
 from piper_owner.planning.config import Method, PlanConfig
 from piper_owner.planning.memory import RankMemory, activation_bytes, rank_memory, state_bytes
-from piper_owner.planning.seconds import Pipelines, Timing, tied_bytes, time_step
+from piper_owner.planning.seconds import Pipelines, Timing, bucket_shapes, tied_bytes, time_step
 from piper_owner.planning.shapes import ModelShapes, count
 
 __all__ = ["Comparison", "MethodPlan", "Traffic", "compare_methods", "ownership_of", "plan_method"]
@@ -33,7 +33,10 @@ _KIND: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the tied sync sends in a step from one rank: payload bytes by kind, messages and their headers."""
+    """What the tied sync sends in a step from one rank: payload bytes by kind, messages and their headers.
+
+    across: bytes that it sends to average the gradients of everything, ties too, over the pipelines.
+    """
 
     ids: int = 0
     rows: int = 0
@@ -41,15 +44,16 @@ class Traffic:
     weights: int = 0
     messages: int = 0
     headers: int = 0
+    across: int = 0
 
     @property
     def payload(self) -> int:
-        """Bytes of all kinds, without headers."""
+        """Bytes of ties in this pipeline, of all kinds, without headers."""
         return self.ids + self.rows + self.grads + self.weights
 
     def to_dict(self) -> dict[str, int]:
         """A JSON-ready dict of the fields."""
-        names = ("ids", "rows", "grads", "weights", "messages", "headers")
+        names = ("ids", "rows", "grads", "weights", "messages", "headers", "across")
         return {name: getattr(self, name) for name in names}
 
 
@@ -174,7 +178,7 @@ def plan_method(
     free_seconds: float | None = None,
 ) -> MethodPlan:
     """Everything about one method; `free_seconds` is a step without any sync (None: this is one)."""
-    dag = pipelines.dag(method, ownership)
+    dag = pipelines.dag(method, ownership, config)
     timing = time_step(dag, model, ownership, method, config)
     memory = rank_memory(
         model,
@@ -184,6 +188,7 @@ def plan_method(
         config,
         activations=activation_bytes(model, dag.programs, config),
     )
+    elements = {name: count(shapes) for name, shapes in bucket_shapes(model).items()}
     exposed = 0.0 if free_seconds is None else timing.step_seconds - free_seconds
     exposed = exposed if exposed > _ROUNDING * timing.step_seconds else 0.0
     return MethodPlan(
@@ -193,25 +198,37 @@ def plan_method(
         timing=timing,
         exposed_seconds=exposed,
         memory=memory,
-        traffic={rank: _traffic(dag, ownership, rank, config) for rank in range(dag.num_ranks)},
+        traffic={rank: _traffic(dag, elements, ownership, rank, config) for rank in range(dag.num_ranks)},
     )
 
 
-def _traffic(dag: TrainingDAG, plan: OwnershipPlan, rank: int, config: PlanConfig) -> Traffic:
+def _traffic(
+    dag: TrainingDAG, elements: Mapping[str, int], plan: OwnershipPlan, rank: int, config: PlanConfig
+) -> Traffic:
+    """What `rank` sends in a step; `elements` are those of each plain bucket, by name."""
     sent: Counter[str] = Counter()
     for action in dag.programs[rank]:
-        if isinstance(action, Sync) and action.kind in SENDS:
-            tie = plan[action.bucket]
-            has_rows = rank in tie.row_replicas
-            sent[_KIND[action.kind]] += tied_bytes(action.kind, tie, has_rows, config)
-            sent["messages"] += 1
-            sent["headers"] += HEADER_BYTES
-        elif isinstance(action, Collective) and action.bucket is not None and len(action.ranks) > 1:
-            num = len(action.ranks)
-            size = math.prod(plan[action.bucket].shape) * config.itemsize
-            sent["grads"] += 2 * (num - 1) * size // num
-            sent["messages"] += 1
+        match action:
+            case Sync(kind=SyncKind.OWNER_STEP, bucket=name):
+                sent["across"] += _ring_bytes(math.prod(plan[name].shape), config.pipelines, config)
+            case Sync(kind=kind, bucket=name) if kind in SENDS:
+                tie = plan[name]
+                sent[_KIND[kind]] += tied_bytes(kind, tie, rank in tie.row_replicas, config)
+                sent["messages"] += 1
+                sent["headers"] += HEADER_BYTES
+            case Collective(ranks=ranks, bucket=str(name)) if len(ranks) > 1:
+                sent["grads"] += _ring_bytes(math.prod(plan[name].shape), len(ranks), config)
+                sent["messages"] += 1
+            case Across(bucket=name):
+                sent["across"] += _ring_bytes(elements[name], config.pipelines, config)
+            case _:
+                pass
     return Traffic(**sent)
+
+
+def _ring_bytes(elements: int, num: int, config: PlanConfig) -> int:
+    """What each of `num` ranks sends for an all-reduce in a ring."""
+    return 2 * (num - 1) * elements * config.itemsize // num
 
 
 def compare_methods(model: ModelShapes, config: PlanConfig, *, owner: OwnerChoice = "auto") -> Comparison:

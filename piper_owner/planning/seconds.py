@@ -2,7 +2,7 @@
 
 What is assumed: a device computes at its `flops` whatever the stage, a backward takes twice a forward, an
 optimizer moves its tensors at `memory_bandwidth`, links are full duplex, have `bandwidth` each way, and a
-tie's messages do not slow those of the pipeline down. Averages over pipelines are not counted.
+tie's messages do not slow those of the pipeline down. Averages over pipelines are rings, and waited for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from piper_owner.dag.nodes import (
     Transfer,
     TransferKind,
 )
+from piper_owner.dag.pipelines import insert_data_parallel
 from piper_owner.ownership import OwnershipPlan, TiePlan
 from piper_owner.p2p_nodes import insert_all_reduce, insert_ownership
 from piper_owner.planning.config import Method, PlanConfig
@@ -37,7 +38,15 @@ from piper_owner.planning.shapes import ModelShapes, Shape, TiedShape, TiedUse, 
 from piper_owner.schedules import build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
 
-__all__ = ["SIMULATED_STEPS", "Pipelines", "Timing", "forward_seconds", "tied_bytes", "time_step"]
+__all__ = [
+    "SIMULATED_STEPS",
+    "Pipelines",
+    "Timing",
+    "bucket_shapes",
+    "forward_seconds",
+    "tied_bytes",
+    "time_step",
+]
 
 SIMULATED_STEPS: Final = 3
 """Steps that are run behind one another: the last one is as long as all that would follow."""
@@ -90,22 +99,29 @@ class Pipelines:
             copied=insert_bucket_steps(dataclasses.replace(moved, buckets=(*moved.buckets, *copies))),
         )
 
-    def dag(self, method: Method, plan: OwnershipPlan) -> TrainingDAG:
+    def dag(self, method: Method, plan: OwnershipPlan, config: PlanConfig) -> TrainingDAG:
         """The program of a step under `method`, with the syncs that `plan` asks for."""
         match method:
             case Method.NAIVE:
-                return self.copied
+                dag = self.copied
             case Method.ALL_REDUCE:
-                return insert_all_reduce(self.copied, plan.ties)
+                dag = insert_all_reduce(self.copied, plan.ties)
             case Method.DENSE | Method.ROWS:
-                return insert_ownership(self.owned, plan)
+                dag = insert_ownership(self.owned, plan)
             case _:
                 assert_never(method)
+        return insert_data_parallel(dag, config.pipelines, one_owner=False)
 
 
 def _copies(tied: TiedShape) -> tuple[TiedUse, ...]:
     """The uses that are copies where nothing makes them one: in one stage they are one Parameter anyhow."""
     return tied.uses if len({use.stage for use in tied.uses}) > 1 else tied.uses[:1]
+
+
+def bucket_shapes(model: ModelShapes) -> dict[str, tuple[Shape, ...]]:
+    """The tensors of every plain bucket by its name: those of a stage, or a copy of a tie."""
+    shapes = {f"stage{index}": stage.shapes for index, stage in enumerate(model.stages)}
+    return shapes | {use.name: (tied.shape,) for tied in model.ties for use in tied.uses}
 
 
 def forward_seconds(model: ModelShapes, config: PlanConfig) -> tuple[float, ...]:
@@ -171,6 +187,7 @@ def _tie_times(tie: TiePlan, config: PlanConfig) -> _TieTimes:
     wire = size / config.bandwidth
     step = _step_seconds((tie.shape,), config)
     chunks = math.ceil(tie.shape[0] / rows_per_chunk(tie.shape, config.itemsize, config.chunk_bytes))
+    step += _ring_seconds(size, config.pipelines, config)  # the owners average the combined gradient
     early = config.transfer is When.EARLY
     grad = _flight(size if early else 0, config)
     incoming = 0.0 if early else wire * len(tie.copies)
@@ -191,9 +208,9 @@ def _durations(
     moved = config.microbatch_tokens * model.hidden * config.itemsize
     ties = {tie.name: tie for tie in plan.ties}
     times = {name: _tie_times(tie, config) for name, tie in ties.items()}
-    steps = {f"stage{index}": _step_seconds(stage.shapes, config) for index, stage in enumerate(model.stages)}
-    for tied in model.ties:
-        steps.update({use.name: _step_seconds((tied.shape,), config) for use in tied.uses})
+    shapes = bucket_shapes(model)
+    steps = {name: _step_seconds(mine, config) for name, mine in shapes.items()}
+    sizes = {name: count(mine) * config.itemsize for name, mine in shapes.items()}
 
     def sync(action: Sync) -> float:
         tie, known = ties[action.bucket], times[action.bucket]
@@ -224,8 +241,8 @@ def _durations(
                 return steps[bucket]
             case Sync():
                 return sync(action)
-            case Across():
-                return 0.0  # between pipelines
+            case Across(bucket=bucket):
+                return _ring_seconds(sizes[bucket], config.pipelines, config)
             case Collective(ranks=ranks, bucket=name):
                 return _all_reduce_seconds(ties, ranks, name, config)
             case _:
@@ -237,12 +254,13 @@ def _durations(
 def _all_reduce_seconds(
     ties: Mapping[str, TiePlan], ranks: tuple[int, ...], name: str | None, config: PlanConfig
 ) -> float:
-    """A ring: 2 (n - 1) rounds, in each of which a rank sends an n-th part."""
-    if name is None or len(ranks) < 2:
-        return 0.0
-    rounds = 2 * (len(ranks) - 1)
-    size = math.prod(ties[name].shape) * config.itemsize
-    return rounds * (config.latency + size / len(ranks) / config.bandwidth)
+    size = 0 if name is None else math.prod(ties[name].shape) * config.itemsize
+    return _ring_seconds(size, len(ranks), config)
+
+
+def _ring_seconds(size: int, num: int, config: PlanConfig) -> float:
+    """An all-reduce in a ring: 2 (num - 1) rounds, in each of which a rank sends a num-th part."""
+    return 2 * (num - 1) * (config.latency + size / num / config.bandwidth) if num > 1 and size else 0.0
 
 
 def time_step(
