@@ -16,7 +16,7 @@ from piper_owner.executor.local import train_in_process
 from piper_owner.models.gpt import GPTConfig, build_stage, lm_loss
 from piper_owner.planning.compare import compare_methods
 from piper_owner.planning.config import Method, Optimizer, PlanConfig
-from piper_owner.planning.memory import activation_bytes, rank_memory
+from piper_owner.planning.memory import activation_bytes, rank_memory, stepped_memory
 from piper_owner.planning.seconds import Pipelines
 from piper_owner.planning.shapes import ModelShapes, count
 from piper_owner.schedules import Placement, Schedule
@@ -60,6 +60,7 @@ def tied_of(shapes: ModelShapes, config: PlanConfig, method: Method) -> dict[str
         type(plan.ownership)(world_size=config.devices, ties=()),
         method,
         config,
+        stages=[stepped_memory(stage.shapes, config) for stage in shapes.stages],
         activations={},
     )
     return {

@@ -14,9 +14,9 @@ from piper_owner.dag.nodes import SENDS, Across, Collective, Sync, SyncKind
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import OwnerChoice, OwnershipPlan, ParameterUse, plan_ownership
 from piper_owner.planning.config import Method, PlanConfig
-from piper_owner.planning.memory import RankMemory, activation_bytes, rank_memory, state_bytes
-from piper_owner.planning.seconds import Pipelines, Timing, bucket_shapes, tied_bytes, time_step
-from piper_owner.planning.shapes import ModelShapes, count
+from piper_owner.planning.memory import RankMemory, activation_bytes, rank_memory
+from piper_owner.planning.seconds import Pipelines, Timing, tied_bytes, time_step
+from piper_owner.planning.shapes import ModelShapes
 
 __all__ = ["Comparison", "MethodPlan", "Traffic", "compare_methods", "ownership_of", "plan_method"]
 
@@ -116,6 +116,7 @@ class Comparison:
 
     tried: by method name and owner, the plans among which the owner was elected.
     impossible: why a method is not among `plans`.
+    untied_state: bytes of masters and optimizer state of everything but ties, on all ranks of a pipeline.
     """
 
     model: ModelShapes
@@ -126,14 +127,7 @@ class Comparison:
     impossible: Mapping[Method, str]
     advice: Method
     reason: str
-
-    @property
-    def untied_state(self) -> int:
-        """Bytes of masters and optimizer state of everything but ties, on all ranks of a pipeline."""
-        shapes = [shape for stage in self.model.stages for shape in stage.shapes]
-        config = self.config
-        state = state_bytes(shapes, config.optimizer, config.state_itemsize)
-        return state + count(shapes) * config.master_bytes
+    untied_state: int
 
 
 def ownership_of(
@@ -179,16 +173,16 @@ def plan_method(
 ) -> MethodPlan:
     """Everything about one method; `free_seconds` is a step without any sync (None: this is one)."""
     dag = pipelines.dag(method, ownership, config)
-    timing = time_step(dag, model, ownership, method, config)
+    timing = time_step(dag, model, ownership, method, config, pipelines)
     memory = rank_memory(
         model,
         pipelines.placement,
         ownership,
         method,
         config,
+        stages=[pipelines.buckets[f"stage{stage}"] for stage in range(config.stages)],
         activations=activation_bytes(model, dag.programs, config),
     )
-    elements = {name: count(shapes) for name, shapes in bucket_shapes(model).items()}
     exposed = 0.0 if free_seconds is None else timing.step_seconds - free_seconds
     exposed = exposed if exposed > _ROUNDING * timing.step_seconds else 0.0
     return MethodPlan(
@@ -198,14 +192,13 @@ def plan_method(
         timing=timing,
         exposed_seconds=exposed,
         memory=memory,
-        traffic={rank: _traffic(dag, elements, ownership, rank, config) for rank in range(dag.num_ranks)},
+        traffic={rank: _traffic(dag, pipelines, ownership, rank, config) for rank in range(dag.num_ranks)},
     )
 
 
 def _traffic(
-    dag: TrainingDAG, elements: Mapping[str, int], plan: OwnershipPlan, rank: int, config: PlanConfig
+    dag: TrainingDAG, pipelines: Pipelines, plan: OwnershipPlan, rank: int, config: PlanConfig
 ) -> Traffic:
-    """What `rank` sends in a step; `elements` are those of each plain bucket, by name."""
     sent: Counter[str] = Counter()
     for action in dag.programs[rank]:
         match action:
@@ -220,7 +213,8 @@ def _traffic(
                 sent["grads"] += _ring_bytes(math.prod(plan[name].shape), len(ranks), config)
                 sent["messages"] += 1
             case Across(bucket=name):
-                sent["across"] += _ring_bytes(elements[name], config.pipelines, config)
+                elements = pipelines.buckets[name].gradients // config.itemsize
+                sent["across"] += _ring_bytes(elements, config.pipelines, config)
             case _:
                 pass
     return Traffic(**sent)
@@ -273,6 +267,10 @@ def compare_methods(model: ModelShapes, config: PlanConfig, *, owner: OwnerChoic
         impossible=impossible,
         advice=advice,
         reason=reason,
+        untied_state=sum(
+            pipelines.buckets[f"stage{stage}"].masters + pipelines.buckets[f"stage{stage}"].optimizer
+            for stage in range(config.stages)
+        ),
     )
 
 

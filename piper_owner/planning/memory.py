@@ -18,7 +18,7 @@ from piper_owner.ownership import Layout, OwnershipPlan, TiePlan
 from piper_owner.planning.config import Method, Optimizer, PlanConfig, Transfer
 from piper_owner.planning.shapes import ModelShapes, Shape, StageShapes, count
 
-__all__ = ["KINDS", "RankMemory", "activation_bytes", "rank_memory", "state_bytes"]
+__all__ = ["KINDS", "RankMemory", "activation_bytes", "rank_memory", "state_bytes", "stepped_memory"]
 
 _STEP_BYTES: Final = 4
 _WIDE_BYTES: Final = 4
@@ -76,7 +76,7 @@ def state_bytes(shapes: Iterable[Shape], optimizer: Optimizer, itemsize: int) ->
     return total
 
 
-def _stepped(shapes: Sequence[Shape], config: PlanConfig) -> RankMemory:
+def stepped_memory(shapes: Sequence[Shape], config: PlanConfig) -> RankMemory:
     """What a rank keeps for tensors that it steps."""
     size = count(shapes)
     return RankMemory(
@@ -111,7 +111,7 @@ def _tie_memory(tie: TiePlan, rank: int, config: PlanConfig) -> RankMemory:
         staging += len(tie.row_replicas) * each
     if tie.replicas and not config.streams:
         staging += math.prod(tie.shape) * max(_WIDE_BYTES, config.state_itemsize)
-    return _stepped((tie.shape,), config) + RankMemory(staging=staging)
+    return stepped_memory((tie.shape,), config) + RankMemory(staging=staging)
 
 
 def _chunk_bytes(shape: Shape, config: PlanConfig) -> int:
@@ -127,7 +127,7 @@ def _copies_memory(
     for tied in model.ties:
         stages = {use.stage for use in tied.uses}
         here = [stage for stage in stages if placement[stage] == rank]
-        memory += _stepped((tied.shape,) * len(here), config)
+        memory += stepped_memory((tied.shape,) * len(here), config)
         if method is Method.ALL_REDUCE and here and len(stages) > 1:
             flat = (math.prod(tied.shape) + 1) * config.itemsize
             memory += RankMemory(staging=flat)
@@ -141,25 +141,25 @@ def rank_memory(
     method: Method,
     config: PlanConfig,
     *,
+    stages: Sequence[RankMemory],
     activations: Mapping[int, int],
 ) -> dict[int, RankMemory]:
     """By rank, what it keeps under `method`; `activations` as `activation_bytes` gives them.
 
-    `plan` says who owns, and is not looked at under NAIVE and ALL_REDUCE.
+    `stages` is what is kept of each stage but for ties (`stepped_memory`). `plan` says who owns, and is not
+    looked at under NAIVE and ALL_REDUCE.
     """
-    shapes: dict[int, list[Shape]] = {rank: [] for rank in range(plan.world_size)}
+    found = {rank: RankMemory(activations=activations.get(rank, 0)) for rank in range(plan.world_size)}
     for stage, rank in enumerate(placement):
-        shapes[rank].extend(model.stages[stage].shapes)
+        found[rank] += stages[stage]
     owned = method in (Method.DENSE, Method.ROWS)
-    found = {}
-    for rank, mine in shapes.items():
-        memory = _stepped(mine, config) + RankMemory(activations=activations.get(rank, 0))
-        if owned:
-            for tie in plan.held_by(rank):
-                memory += _tie_memory(tie, rank, config)
-        else:
-            memory += _copies_memory(model, placement, rank, method, config)
-        found[rank] = memory
+    holding = {rank for tied in model.ties for rank in (placement[use.stage] for use in tied.uses)}
+    for rank in sorted(holding):
+        if not owned:
+            found[rank] += _copies_memory(model, placement, rank, method, config)
+            continue
+        for tie in plan.held_by(rank):
+            found[rank] += _tie_memory(tie, rank, config)
     return found
 
 

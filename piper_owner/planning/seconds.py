@@ -33,8 +33,8 @@ from piper_owner.ownership import OwnershipPlan, TiePlan
 from piper_owner.p2p_nodes import insert_all_reduce, insert_ownership
 from piper_owner.planning.config import Method, PlanConfig
 from piper_owner.planning.config import Transfer as When
-from piper_owner.planning.memory import state_bytes
-from piper_owner.planning.shapes import ModelShapes, Shape, TiedShape, TiedUse, count
+from piper_owner.planning.memory import RankMemory, stepped_memory
+from piper_owner.planning.shapes import ModelShapes, TiedShape, TiedUse
 from piper_owner.schedules import build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
 
@@ -42,13 +42,12 @@ __all__ = [
     "SIMULATED_STEPS",
     "Pipelines",
     "Timing",
-    "bucket_shapes",
     "forward_seconds",
     "tied_bytes",
     "time_step",
 ]
 
-SIMULATED_STEPS: Final = 3
+SIMULATED_STEPS: Final = 2
 """Steps that are run behind one another: the last one is as long as all that would follow."""
 
 
@@ -74,11 +73,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelines:
-    """The programs that all methods have in common: computes, transfers, steps, but for the ties."""
+    """What all methods have in common: the programs but for the ties, and what is kept of each bucket.
+
+    buckets: by name, those of stages without ties, and the copies of ties, each stepped by its rank.
+    """
 
     placement: tuple[int, ...]
     owned: TrainingDAG
     copied: TrainingDAG
+    buckets: Mapping[str, RankMemory]
 
     @classmethod
     def of(cls, model: ModelShapes, config: PlanConfig) -> Pipelines:
@@ -93,10 +96,14 @@ class Pipelines:
         )
         copies = [Bucket(name=use.name, stages=(use.stage,)) for tied in model.ties for use in _copies(tied)]
         moved = insert_transfers(built)
+        kept = {f"stage{i}": stepped_memory(stage.shapes, config) for i, stage in enumerate(model.stages)}
+        for tied in model.ties:
+            kept |= dict.fromkeys(tied.tie.names, stepped_memory((tied.shape,), config))
         return cls(
             placement=placement,
             owned=insert_bucket_steps(moved),
             copied=insert_bucket_steps(dataclasses.replace(moved, buckets=(*moved.buckets, *copies))),
+            buckets=kept,
         )
 
     def dag(self, method: Method, plan: OwnershipPlan, config: PlanConfig) -> TrainingDAG:
@@ -116,12 +123,6 @@ class Pipelines:
 def _copies(tied: TiedShape) -> tuple[TiedUse, ...]:
     """The uses that are copies where nothing makes them one: in one stage they are one Parameter anyhow."""
     return tied.uses if len({use.stage for use in tied.uses}) > 1 else tied.uses[:1]
-
-
-def bucket_shapes(model: ModelShapes) -> dict[str, tuple[Shape, ...]]:
-    """The tensors of every plain bucket by its name: those of a stage, or a copy of a tie."""
-    shapes = {f"stage{index}": stage.shapes for index, stage in enumerate(model.stages)}
-    return shapes | {use.name: (tied.shape,) for tied in model.ties for use in tied.uses}
 
 
 def forward_seconds(model: ModelShapes, config: PlanConfig) -> tuple[float, ...]:
@@ -157,11 +158,10 @@ def tied_bytes(kind: SyncKind, tie: TiePlan, peer_has_rows: bool, config: PlanCo
             assert_never(kind)
 
 
-def _step_seconds(shapes: tuple[Shape, ...], config: PlanConfig) -> float:
+def _step_seconds(kept: RankMemory, config: PlanConfig) -> float:
     """An optimizer's step: weights and gradients are read, weights written, state read and written."""
-    size = count(shapes)
-    state = state_bytes(shapes, config.optimizer, config.state_itemsize) + size * config.master_bytes
-    return (3 * size * config.itemsize + 2 * state) / config.memory_bandwidth
+    state = kept.masters + kept.optimizer
+    return (2 * kept.weights + kept.gradients + 2 * state) / config.memory_bandwidth
 
 
 def _flight(size: int, config: PlanConfig) -> float:
@@ -185,7 +185,7 @@ def _tie_times(tie: TiePlan, config: PlanConfig) -> _TieTimes:
     """
     size = math.prod(tie.shape) * config.itemsize
     wire = size / config.bandwidth
-    step = _step_seconds((tie.shape,), config)
+    step = _step_seconds(stepped_memory((tie.shape,), config), config)
     chunks = math.ceil(tie.shape[0] / rows_per_chunk(tie.shape, config.itemsize, config.chunk_bytes))
     step += _ring_seconds(size, config.pipelines, config)  # the owners average the combined gradient
     early = config.transfer is When.EARLY
@@ -201,16 +201,15 @@ def _tie_times(tie: TiePlan, config: PlanConfig) -> _TieTimes:
 
 
 def _durations(
-    model: ModelShapes, plan: OwnershipPlan, method: Method, config: PlanConfig
+    model: ModelShapes, plan: OwnershipPlan, method: Method, config: PlanConfig, pipelines: Pipelines
 ) -> Callable[[Action], float]:
     """Seconds of each action, as `simulate` takes them."""
     forwards = forward_seconds(model, config)
     moved = config.microbatch_tokens * model.hidden * config.itemsize
     ties = {tie.name: tie for tie in plan.ties}
     times = {name: _tie_times(tie, config) for name, tie in ties.items()}
-    shapes = bucket_shapes(model)
-    steps = {name: _step_seconds(mine, config) for name, mine in shapes.items()}
-    sizes = {name: count(mine) * config.itemsize for name, mine in shapes.items()}
+    steps = {name: _step_seconds(kept, config) for name, kept in pipelines.buckets.items()}
+    sizes = {name: kept.gradients for name, kept in pipelines.buckets.items()}
 
     def sync(action: Sync) -> float:
         tie, known = ties[action.bucket], times[action.bucket]
@@ -264,14 +263,19 @@ def _ring_seconds(size: int, num: int, config: PlanConfig) -> float:
 
 
 def time_step(
-    dag: TrainingDAG, model: ModelShapes, plan: OwnershipPlan, method: Method, config: PlanConfig
+    dag: TrainingDAG,
+    model: ModelShapes,
+    plan: OwnershipPlan,
+    method: Method,
+    config: PlanConfig,
+    pipelines: Pipelines,
 ) -> Timing:
     """Run steps of `dag` behind one another: a rank begins its next step when it has ended one.
 
     Nothing but messages keeps ranks in step, so what is awaited across the end of a step hides there too.
     """
     repeated = dataclasses.replace(dag, programs=tuple(program * SIMULATED_STEPS for program in dag.programs))
-    timeline = simulate(repeated, _durations(model, plan, method, config))
+    timeline = simulate(repeated, _durations(model, plan, method, config, pipelines))
     before = max(
         ends[len(ends) // SIMULATED_STEPS * (SIMULATED_STEPS - 1) - 1] for ends in timeline.ends if ends
     )
