@@ -30,7 +30,7 @@ from piper_owner.dag.nodes import (
 )
 from piper_owner.errors import DeadlockError, DryRunError, MisorderedMessageError, UnmatchedMessageError
 
-__all__ = ["Event", "Timeline", "simulate", "unit_duration"]
+__all__ = ["DryRun", "Event", "Timeline", "dry_run", "simulate", "unit_duration"]
 
 _ROWS: Final = 40
 _COLUMNS: Final = 8
@@ -74,7 +74,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When each rank runs what; `starts` and `ends` go with the actions of `programs`."""
+    """When each rank runs what; `starts` and `ends` go with the actions of `programs`.
+
+    Of a rank that could not go on they are shorter: what it did not reach is missing, and the action
+    at which it waits has a start and no end.
+    """
 
     programs: tuple[tuple[Action, ...], ...]
     starts: tuple[tuple[float, ...], ...]
@@ -92,17 +96,50 @@ class Timeline:
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """What `rank` runs, in temporal order."""
-        rows = zip(self.programs[rank], self.starts[rank], self.ends[rank], strict=True)
+        rows = zip(self.programs[rank], self.starts[rank], self.ends[rank], strict=False)
         return tuple(Event(action=action, start=start, end=end) for action, start, end in rows)
 
-    def format_grid(self, *, max_rows: int = _ROWS, max_ranks: int = _COLUMNS) -> str:
+    def format_grid(
+        self,
+        *,
+        max_rows: int = _ROWS,
+        max_ranks: int = _COLUMNS,
+        wrong: Set[tuple[int, int]] = frozenset(),
+    ) -> str:
         """The rank x time grid: a column per rank, a row per time at which something starts.
 
-        Where it is larger than `max_rows` lines or `max_ranks` columns it shows the first ones,
-        and says so.
+        The cells `wrong`, each a rank and a position in its program, are marked `>>like this<<` where
+        they started. Where the grid is larger than `max_rows` lines or `max_ranks` columns it shows
+        the first ones, or those around the first wrong cell, and says so.
         """
-        ranks = range(len(self.programs))
-        return _format_grid(self.programs, self.starts, frozenset(), list(ranks), max_rows, max_ranks)
+        bad = sorted({rank for rank, position in wrong if position < len(self.starts[rank])})
+        order = bad + [rank for rank in range(len(self.programs)) if rank not in bad]
+        focus = bad[0] if bad else None
+        return _format_grid(self.programs, self.starts, wrong, order, max_rows, max_ranks, focus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """How far the ranks come, and why no further.
+
+    `error` is None where all of them end. `wrong` are cells, each a rank and a position in its
+    program: actions that wait for ever, or a send that nobody receives.
+    """
+
+    timeline: Timeline
+    error: DryRunError | None
+    wrong: frozenset[tuple[int, int]]
+
+
+def dry_run(dag: TrainingDAG, durations: Callable[[Action], float] = unit_duration) -> DryRun:
+    """As `simulate`, but what is wrong is returned beside what ran, and nothing is raised."""
+    state = _DryRun(dag, durations)
+    error = None
+    try:
+        state.run()
+    except DryRunError as raised:
+        error = raised
+    return DryRun(timeline=state.timeline(), error=error, wrong=frozenset(state.marked))
 
 
 def simulate(dag: TrainingDAG, durations: Callable[[Action], float] = unit_duration) -> Timeline:
@@ -115,7 +152,10 @@ def simulate(dag: TrainingDAG, durations: Callable[[Action], float] = unit_durat
     or a message is left over. The message says who waits for whom and prints the rank x time
     grid of what ran, with the cells that are stuck marked `>>like this<<`.
     """
-    return _DryRun(dag, durations).run()
+    ran = dry_run(dag, durations)
+    if ran.error is not None:
+        raise ran.error
+    return ran.timeline
 
 
 class _DryRun:
@@ -136,8 +176,10 @@ class _DryRun:
         self.barriers: dict[Collective, list[int]] = {}
         self.wrong: list[int] = []
         self.work = deque(ranks)
+        # Rank and position of what is wrong.
+        self.marked: set[tuple[int, int]] = set()
 
-    def run(self) -> Timeline:
+    def run(self) -> None:
         while self.work:
             self._advance(self.work.popleft())
         if any(len(ends) < len(program) for ends, program in zip(self.ends, self.programs, strict=True)):
@@ -145,6 +187,8 @@ class _DryRun:
         for key, queue in sorted(self.queues.items()):
             if queue:
                 raise self._left_over(key, queue[0][1])
+
+    def timeline(self) -> Timeline:
         return Timeline(
             programs=self.programs,
             starts=tuple(map(tuple, self.starts)),
@@ -344,7 +388,7 @@ class _DryRun:
             for rank, ends in enumerate(self.ends)
             if len(ends) < len(self.programs[rank]) and len(self.starts[rank]) > len(ends)
         }
-        marked = (marks or set()) | blocked
+        self.marked = marked = (marks or set()) | blocked
         every = range(self.dag.num_ranks)
         order = [r for r in ranks if r in every] + [r for r in every if r not in ranks]
         grid = _format_grid(self.programs, self.starts, marked, order, _ROWS, _COLUMNS, focus=ranks[0])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_owner.directives import Program, format_program, parse_program
+from piper_owner.dag.nodes import parse_action
+from piper_owner.directives import Program, format_program, lower_program, parse_program
 from piper_owner.directives.model import Filter, Order, Pass, Place, Replicate, Split
 from piper_owner.directives.parse import MAX_NUMBER
 from piper_owner.errors import DirectiveError, InputError
@@ -217,3 +220,19 @@ def test_any_json_is_a_program_or_refused(value: object) -> None:
 def test_any_text_is_a_program_or_refused(text: str) -> None:
     with contextlib.suppress(DirectiveError):
         parse_program("[" + text)
+
+
+def test_examples_of_the_reference_are_read_and_errors_are_as_it_shows() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "directives.md").read_text(encoding="ascii")
+    blocks = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 5
+    first = read(blocks[0])
+    result = lower_program(first, tags=[{"PP": 0}, {"PP": 1}], stage_edges=[(0, 1)], buckets=())
+    assert result.dag.programs[0] == tuple(map(parse_action, ["0F0", "0F1", "0B0", "0B1"]))
+    ops = [type(directive) for block in blocks[1:] for directive in read(f"[{block}]").directives]
+    assert ops == [Place, Place, Replicate, Split, Order]
+    places = [{"op": "place", "filter": {"PP": 0}, "devices": [device]} for device in (0, 1)]
+    twice = parse_program(json.dumps(places), source="schedule.json")
+    with pytest.raises(DirectiveError) as raised:
+        lower_program(twice, tags=[{"PP": 0}], stage_edges=[], buckets=())
+    assert str(raised.value) in " ".join(text.split())

@@ -26,20 +26,22 @@ _STREAM: Final = "pp_stream"
 _REDUCE_STREAM: Final = "dp_stream"
 
 
-def emit_program(dag: TrainingDAG, *, num_pipelines: int = 1, tag: str = "PP") -> Program:
+def emit_program(dag: TrainingDAG, *, num_pipelines: int | None = None, tag: str = "PP") -> Program:
     """The directives that `lower_program` turns into the computes of `dag`, rank by rank.
 
     A `place` for each stage, annotated `tag` and its number; `replicate` for each where there are
     several pipelines; one `split`; and for each rank one `order` that lists its computes one by one.
-    Device `p * num_ranks + r` is rank r of pipeline p. A rank that computes nothing is not named,
-    and so missing after lowering. Other actions than computes are left out. Pure and local.
+    Device `p * num_ranks + r` is rank r of pipeline p; `num_pipelines` None means those of `dag`. A
+    rank that computes nothing is not named, and so missing after lowering. Other actions than
+    computes are left out. Pure and local.
     """
+    count = dag.num_pipelines if num_pipelines is None else num_pipelines
     directives: list[Directive] = []
     stages = [Filter(tags=((tag, stage),)) for stage in range(dag.num_stages)]
-    groups = [tuple(rank + p * dag.num_ranks for p in range(num_pipelines)) for rank in range(dag.num_ranks)]
+    groups = [tuple(rank + p * dag.num_ranks for p in range(count)) for rank in range(dag.num_ranks)]
     for stage, rank in zip(stages, dag.placement, strict=True):
         directives.append(Place(filter=stage, devices=groups[rank], stream=_STREAM))
-    if num_pipelines > 1:
+    if count > 1:
         for stage, rank in zip(stages, dag.placement, strict=True):
             directives.append(Replicate(filter=stage, devices=groups[rank], reduce_stream=_REDUCE_STREAM))
     directives.append(Split(filter=Filter(), num_microbatches=dag.num_microbatches))
