@@ -39,6 +39,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from piper_owner.cli import plan, plan_options
 
         return plan.run(plan_options.read_plan(arguments))
+    if arguments.command == "verify":
+        from piper_owner.cli import verify
+
+        return verify.run(arguments)
     wanted = options.read(arguments)
     from piper_owner.cli import train
 

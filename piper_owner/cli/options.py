@@ -11,6 +11,7 @@ from typing import Any, Final
 from piper_owner.cli.bench_options import add_bench
 from piper_owner.cli.plan_options import add_plan
 from piper_owner.cli.programs import read_program
+from piper_owner.cli.verify_options import add_verify
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
     DTYPES,
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_cluster(train)
     add_plan(commands)
     add_bench(commands)
+    add_verify(commands)
     return parser
 
 

@@ -8,12 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "write_json"]
+__all__ = ["cache_folder", "write_json", "write_text"]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write `value` to `path` as JSON, whole or not at all. Raises OSError."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text`, plain ASCII, to `path`, whole or not at all. Raises OSError."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="ascii")  # a pipe or a device cannot be replaced
         return
