@@ -159,7 +159,7 @@ def test_a_microbatch_that_is_not_there_is_refused() -> None:
 def test_too_many_microbatches_are_refused_before_they_are_made() -> None:
     start = time.perf_counter()
     message = refused([*TWO, split(2**31 - 1), order("*F *B")])
-    assert "2147483647 microbatches of 2 regions are more than 4000000 together; split into fewer" in message
+    assert "2147483647 microbatches of 2 regions are more than 1048576 together; split into fewer" in message
     assert time.perf_counter() - start < 1
 
 

@@ -224,12 +224,12 @@ def test_formatted_program_has_one_directive_a_line() -> None:
         '  {"op": "place", "filter": {"PP": 1}, "devices": [1], "stream": "pp_stream"},\n'
         '  {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 1},\n'
         '  {"op": "order", "filters": [\n'
-        '    [{"MB": 0, "PP": 0, "PASS": "F"}],\n'
-        '    [{"MB": 0, "PP": 0, "PASS": "B"}]\n'
+        '    [{"PP": 0, "MB": 0, "PASS": "F"}],\n'
+        '    [{"PP": 0, "MB": 0, "PASS": "B"}]\n'
         "  ]},\n"
         '  {"op": "order", "filters": [\n'
-        '    [{"MB": 0, "PP": 1, "PASS": "F"}],\n'
-        '    [{"MB": 0, "PP": 1, "PASS": "B"}]\n'
+        '    [{"PP": 1, "MB": 0, "PASS": "F"}],\n'
+        '    [{"PP": 1, "MB": 0, "PASS": "B"}]\n'
         "  ]}\n"
         "]\n"
     )

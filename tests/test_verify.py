@@ -249,7 +249,7 @@ def test_transfers_are_checked_where_steps_are_missing(verify: Verify) -> None:
         (b"[{]", "line 1, column 3, near directive[0]: this is no JSON"),
         (b"[]", "none of its 0 directives places PP 0"),
         (b"training_dag\n", "line 1, 'training_dag'"),
-        (b"training_dag ranks=1 microbatches=99999999\nplacement 0\nedges\nrank 0\n", "more than 4000000"),
+        (b"training_dag ranks=1 microbatches=99999999\nplacement 0\nedges\nrank 0\n", "more than 1048576"),
         (
             b"training_dag ranks=99999999 microbatches=1\nplacement 0\nedges\nrank 0\n",
             "1 programs for",
@@ -270,7 +270,12 @@ def test_files_that_are_no_schedule_are_one_line(verify: Verify, content: bytes,
     assert result.err.startswith("piper-owner: error: ")
     assert result.err.count("\n") == 1
     assert words in result.err
-    assert result.verdict["ok"] is False
+    verdict = result.verdict
+    assert verdict["ok"] is False
+    assert sorted(verdict) == sorted(verify("0F0,0B0\n").verdict)
+    assert verdict["num_ranks"] is None
+    (result.folder / "grid.svg").unlink()
+    verify(content)
     assert not (result.folder / "grid.svg").exists()
 
 

@@ -18,6 +18,7 @@ from piper_owner.dag.rules import RULES, Rule, level_of
 from piper_owner.dag.text import parse_dag
 from piper_owner.directives import lower_program, parse_program
 from piper_owner.directives.inference import infer_tags
+from piper_owner.directives.lower import MAX_CELLS
 from piper_owner.errors import ConfigError, DagError, DagParseError, RuleViolationError
 from piper_owner.frontends.torch_csv import looks_like_torch_csv, parse_torch_csv
 from piper_owner.simulate import Timeline, dry_run
@@ -25,7 +26,6 @@ from piper_owner.simulate import Timeline, dry_run
 __all__ = ["FileKind", "Verdict", "check", "parse_edges", "read_schedule", "read_text_file"]
 
 MAX_BYTES: Final = 64 * 2**20
-MAX_CELLS: Final = 4_000_000
 _SHOWN: Final = 8
 _TRANSFER_RULES: Final = (
     pipeline_rules.transfers_present,

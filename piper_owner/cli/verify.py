@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from piper_owner.bench.config import check_output
 from piper_owner.cli.checking import FileKind, Verdict, check, parse_edges, read_schedule, read_text_file
@@ -19,6 +19,11 @@ from piper_owner.errors import DagError, InputError, RunError
 from piper_owner.simulate import Timeline
 
 __all__ = ["run"]
+
+_KEYS: Final = (
+    "ok", "error", "error_kind", "more", "kind", "num_ranks", "num_stages", "num_microbatches",
+    "num_pipelines", "placement", "makespan", "idle", "wrong",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         line = line if isinstance(error, InputError) else f"{arguments.file}: {line}"
         print(f"piper-owner: error: {line}", file=sys.stderr)
         if arguments.json is not None:
-            _write(arguments.json, "--json", {"ok": False, "error": line, "error_kind": type(error).__name__})
+            unread = {name: None for name in _KEYS} | {"ok": False, "more": [], "wrong": []}
+            _write(arguments.json, "--json", unread | {"error": line, "error_kind": type(error).__name__})
         return 2
     _show(arguments, schedule, verdict)
     if arguments.json is not None:

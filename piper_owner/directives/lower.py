@@ -20,7 +20,7 @@ from piper_owner.schedules.one_f_one_b import one_f_one_b
 
 __all__ = ["MAX_CELLS", "Lowered", "lower_program"]
 
-MAX_CELLS: Final = 4_000_000
+MAX_CELLS: Final = 2**20
 """The most regions x microbatches of a program; more is taken for a slip of the pen."""
 
 

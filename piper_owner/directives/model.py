@@ -142,8 +142,9 @@ def shorten(text: str) -> str:
 
 
 def filter_json(filter_: Filter) -> dict[str, int | str]:
-    """The filter as JSON has it: tags, then `PASS`."""
-    value: dict[str, int | str] = {name: "*" if index is None else index for name, index in filter_.tags}
+    """The filter as JSON has it: tags of the model, then `MB`, then `PASS`."""
+    tags = sorted(filter_.tags, key=lambda tag: (tag[0] == MICROBATCH_TAG, tag[0]))
+    value: dict[str, int | str] = {name: "*" if index is None else index for name, index in tags}
     if filter_.part is not None:
         value[PASS_TAG] = filter_.part.value
     return value

@@ -241,7 +241,9 @@ def _filter(value: object, what: str, filters: dict[object, Filter]) -> Filter:
     tags: list[tuple[str, int | None]] = []
     for name, index in fields.items():
         if name != PASS_TAG:
-            tags.append((name, None if index == "*" else _number(index, f"tag {_show(name)} of {what}")))
+            if type(index) is not int or not 0 <= index <= MAX_NUMBER:
+                index = None if index == "*" else _number(index, f"tag {_show(name)} of {what}")
+            tags.append((name, index))
         elif index != "*":
             try:
                 part = Pass(index)
