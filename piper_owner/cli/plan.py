@@ -32,6 +32,7 @@ from piper_owner.planning.shapes import (
     split_architecture,
 )
 from piper_owner.planning.zipf import ZIPF_EXPONENT, expected_rows
+from piper_owner.schedules import Placement
 
 __all__ = ["plan", "print_comparison", "run"]
 
@@ -71,7 +72,7 @@ def plan(options: PlanOptions) -> tuple[Comparison, str]:
     """The comparison that was asked for, and where its number of rows comes from."""
     model = _model(options)
     num_rows, rows_from = _rows(options, model)
-    config = dataclasses.replace(options.config, num_rows=num_rows)
+    config = dataclasses.replace(_suited(options, model), num_rows=num_rows)
     return compare_methods(model, config, owner=options.owner), rows_from
 
 
@@ -94,9 +95,25 @@ def _model(options: PlanOptions) -> ModelShapes:
         )
         ranges = split_layers(model.layers, stages)
         return split_architecture(model, [len(held) for held in ranges], name="gpt")
-    from piper_owner.cli.plan_model import measure_model  # torch comes with it
+    from piper_owner.cli import plan_model  # torch comes with it
 
-    return measure_model(options.model, stages)
+    if options.is_annotated:
+        return plan_model.measure_annotated(options.model, options.config, vocab=options.sizes["vocab"])
+    return plan_model.measure_hugging_face(options.model, stages)
+
+
+def _suited(options: PlanOptions, model: ModelShapes) -> PlanConfig:
+    """The config with the stages of the model, where those are its own."""
+    config, found = options.config, len(model.stages)
+    if found == config.stages:
+        return config
+    if options.stages_given:
+        raise ConfigError(
+            f"--stages {config.stages}: {model.name} has {found} regions, and so {found} stages"
+        )
+    half = config.placement is Placement.V
+    default = config.devices == ((config.stages + 1) // 2 if half else config.stages)
+    return dataclasses.replace(config, stages=found, devices=0 if default else config.devices)
 
 
 def _rows(options: PlanOptions, model: ModelShapes) -> tuple[int, str]:
@@ -170,10 +187,16 @@ def _title(model: ModelShapes, config: PlanConfig, rows_from: str) -> list[str]:
     return [
         f"{model.name}: {model.num_parameters:,} parameters, {config.dtype}{masters}, "
         f"{config.optimizer.value}",
-        f"{config.stages} stages on {config.devices} devices ({config.placement.value}), "
-        f"{config.schedule.value}, {config.microbatches} microbatches{side}",
-        f"{config.tokens:,} tokens a step look up {config.num_rows:,} different rows ({rows_from})",
+        f"{_several(config.stages, 'stage')} on {_several(config.devices, 'device')} "
+        f"({config.placement.value}), {config.schedule.value}, "
+        f"{_several(config.microbatches, 'microbatch')}{side}",
+        f"{_several(config.tokens, 'token')} a step look up {config.num_rows:,} different rows ({rows_from})",
     ]
+
+
+def _several(count: int, what: str) -> str:
+    ending = "" if count == 1 else "es" if what.endswith("ch") else "s"
+    return f"{count:,} {what}{ending}"
 
 
 def _describe_tie(tie: TiePlan, *, owned: bool) -> str:

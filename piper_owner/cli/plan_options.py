@@ -74,6 +74,12 @@ class PlanOptions:
     text: Path | None
     json: Path | None
     emit_directives: Path | None
+    stages_given: bool = False
+
+    @property
+    def is_annotated(self) -> bool:
+        """Whether the model is built by a function of the user's."""
+        return self.model != "gpt" and not self.model.startswith(HUGGING_FACE)
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,7 +126,8 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
         group,
         "model",
         "MODEL",
-        "gpt, or hf:NAME_OR_PATH for one that transformers knows, built without values (default: gpt)",
+        "gpt; hf:NAME_OR_PATH for one that transformers knows; or module:function of an annotated one, which "
+        "is called with vocab_size=, with a stage for each region. Built without values (default: gpt)",
     )
     _option(group, "vocab", "N", f"tokens in the GPT's vocabulary (default: {_SIZES['vocab']})")
     _option(group, "hidden", "N", f"its width (default: {_SIZES['hidden']})")
@@ -218,11 +225,12 @@ def read_plan(arguments: argparse.Namespace) -> PlanOptions:
         config=config,
         owner=_owner(given.get("owner", "auto")),
         preset=given.get("preset"),
-        model=given.get("model", "gpt"),
+        model=_model(given.get("model", "gpt")),
         sizes={name: _whole(given, name, default) for name, default in _SIZES.items()},
         text=_path(given, "text"),
         json=_path(given, "json"),
         emit_directives=_path(given, "emit_directives"),
+        stages_given="stages" in given,
     )
     _check_model(options, given)
     check_output("--json", options.json)
@@ -232,21 +240,26 @@ def read_plan(arguments: argparse.Namespace) -> PlanOptions:
 
 def _check_model(options: PlanOptions, given: dict[str, str]) -> None:
     sized = [f"--{name}" for name in _SIZES if name in given]
+    if options.is_annotated:  # it is built for a vocabulary
+        sized = [option for option in sized if option != "--vocab"]
     if options.preset is not None and "model" in given:
         raise ConfigError("--preset and --model: give one of them")
     if sized and (options.preset is not None or options.model != "gpt"):
         what = "--preset" if options.preset is not None else "--model"
         raise ConfigError(f"{', '.join(sized)} with {what}, which has its own sizes; give one or the other")
-    if options.model != "gpt" and not options.model.startswith(HUGGING_FACE):
-        raise ConfigError(
-            f"--model {_cut(options.model)}: give gpt, or hf:NAME_OR_PATH of a model of transformers"
-        )
     if options.text is not None and options.config.tokens > _MOST_TEXT_TOKENS:
         raise ConfigError(
             f"--tokens {options.config.tokens} with --text: at most {_MOST_TEXT_TOKENS:,} are counted"
         )
     if "rows" in given and options.text is not None:
         raise ConfigError("--rows and --text: give one of them")
+
+
+def _model(text: str) -> str:
+    module, colon, rest = text.partition(":")
+    if text != "gpt" and not (module and colon and rest and len(text) <= 4096):
+        raise ConfigError(f"--model {_cut(text)}: give gpt, hf:NAME_OR_PATH or module:function")
+    return text
 
 
 def _cut(text: str) -> str:

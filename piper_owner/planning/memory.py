@@ -171,7 +171,11 @@ def activation_bytes(
     A microbatch of a stage waits from its forward to the end of its backward, in the order of the rank's
     program.
     """
-    bytes_of = [_stage_bytes(stage, index, model, config) for index, stage in enumerate(model.stages)]
+    entering = [0] * len(model.stages)
+    for (_, late), features in model.edges.items():
+        entering[late] += features * config.itemsize
+    pairs = zip(model.stages, entering, strict=True)
+    bytes_of = [_stage_bytes(stage, came_in or _ID_BYTES_HERE, config) for stage, came_in in pairs]
     most = {}
     for rank, program in enumerate(programs):
         now = peak = 0
@@ -191,9 +195,8 @@ def activation_bytes(
     return most
 
 
-def _stage_bytes(stage: StageShapes, index: int, model: ModelShapes, config: PlanConfig) -> int:
+def _stage_bytes(stage: StageShapes, entering: int, config: PlanConfig) -> int:
     """Bytes that one microbatch leaves in a stage: what its layers save, and what came in."""
-    entering = _ID_BYTES_HERE if index == 0 else model.hidden * config.itemsize
     wide = max(_WIDE_BYTES, config.itemsize)
     each = entering + stage.saved * config.itemsize + stage.saved_wide * wide
     return each * config.microbatch_tokens

@@ -93,6 +93,7 @@ class Pipelines:
             num_ranks=config.devices,
             num_microbatches=config.microbatches,
             buckets=[Bucket(name=f"stage{stage}", stages=(stage,)) for stage in range(config.stages)],
+            stage_edges=model.edges,
         )
         copies = [Bucket(name=use.name, stages=(use.stage,)) for tied in model.ties for use in _copies(tied)]
         moved = insert_transfers(built)
@@ -205,7 +206,8 @@ def _durations(
 ) -> Callable[[Action], float]:
     """Seconds of each action, as `simulate` takes them."""
     forwards = forward_seconds(model, config)
-    moved = config.microbatch_tokens * model.hidden * config.itemsize
+    each = config.microbatch_tokens * config.itemsize
+    moved = {edge: _flight(features * each, config) for edge, features in model.edges.items()}
     ties = {tie.name: tie for tie in plan.ties}
     times = {name: _tie_times(tie, config) for name, tie in ties.items()}
     steps = {name: _step_seconds(kept, config) for name, kept in pipelines.buckets.items()}
@@ -233,9 +235,9 @@ def _durations(
         match action:
             case Compute(kind=kind, stage=stage):
                 return forwards[stage] * (2.0 if kind is ComputeKind.BACKWARD else 1.0)
-            case Transfer(kind=move):
+            case Transfer(kind=move, stage=stage, peer_stage=other):
                 sends = move in (TransferKind.SEND_ACTIVATION, TransferKind.SEND_INPUT_GRAD)
-                return _flight(moved, config) if sends else 0.0
+                return moved[min(stage, other), max(stage, other)] if sends else 0.0
             case BucketStep(bucket=bucket):
                 return steps[bucket]
             case Sync():

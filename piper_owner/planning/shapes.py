@@ -17,6 +17,7 @@ from piper_owner.ownership import Tie, Use
 
 __all__ = [
     "Architecture",
+    "Crossing",
     "ModelShapes",
     "Norm",
     "Shape",
@@ -128,13 +129,33 @@ class StageShapes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """Values that go from stage `early` to stage `late`: so many features of a token."""
+
+    early: int
+    late: int
+    features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShapes:
-    """A model as pipeline stages; `hidden` features of a token go from each to the next."""
+    """A model as pipeline stages; `hidden` features of a token go from each to the next.
+
+    crossings: what goes between stages where they are no such chain.
+    """
 
     name: str
     hidden: int
     stages: tuple[StageShapes, ...]
     ties: tuple[TiedShape, ...]
+    crossings: tuple[Crossing, ...] | None = None
+
+    @property
+    def edges(self) -> dict[tuple[int, int], int]:
+        """By (earlier stage, later stage), the features of a token that go from one to the other."""
+        if self.crossings is None:
+            return {(stage, stage + 1): self.hidden for stage in range(len(self.stages) - 1)}
+        return {(each.early, each.late): each.features for each in self.crossings}
 
     @property
     def num_parameters(self) -> int:
