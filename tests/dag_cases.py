@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.dag.nodes import Action, parse_action
-from piper_owner.ownership import OwnershipPlan, ParameterUse, Use, plan_ownership
+from piper_owner.ownership import (
+    LayoutChoice,
+    OwnerChoice,
+    OwnershipPlan,
+    ParameterUse,
+    Use,
+    plan_ownership,
+)
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 
 Ties = Sequence[Sequence[int]]
@@ -109,13 +116,26 @@ def texts(dag: TrainingDAG, rank: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A random pipeline with random ties."""
+    """A random pipeline with random ties.
+
+    `names` has those of each tie; `owners` and `layouts` go by the first one.
+    """
 
     placement: tuple[int, ...]
     num_ranks: int
     num_microbatches: int
     schedule: Schedule
-    plan: OwnershipPlan
+    uses: tuple[ParameterUse, ...]
+    names: tuple[tuple[str, ...], ...]
+    owners: dict[str, OwnerChoice]
+    layouts: dict[str, LayoutChoice]
+
+    @property
+    def plan(self) -> OwnershipPlan:
+        """Who owns what."""
+        return plan_ownership(
+            self.names, self.uses, world_size=self.num_ranks, owner=self.owners, layout=self.layouts
+        )
 
     def build(self) -> TrainingDAG:
         """Its TrainingDAG, as the schedule builds it."""
@@ -134,7 +154,7 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 8, max_stages: int = 16, max_micr
         st.integers(0, num_stages - 1), min_size=min(2, num_stages), max_size=min(5, num_stages), unique=True
     )
     ties = draw(st.lists(stages, max_size=3))
-    uses = [
+    uses = tuple(
         ParameterUse(
             name=f"tie{i}.stage{stage}",
             rank=placement[stage],
@@ -145,17 +165,20 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 8, max_stages: int = 16, max_micr
         )
         for i, tie in enumerate(ties)
         for stage in tie
-    ]
-    names = [[f"tie{i}.stage{stage}" for stage in tie] for i, tie in enumerate(ties)]
-    owners = {
+    )
+    names = tuple(tuple(f"tie{i}.stage{stage}" for stage in tie) for i, tie in enumerate(ties))
+    owners: dict[str, OwnerChoice] = {
         name[0]: draw(st.sampled_from(["auto", "first", "last", *(placement[stage] for stage in tie)]))
         for name, tie in zip(names, ties, strict=True)
     }
-    layouts = {name[0]: draw(st.sampled_from(["dense", "auto"])) for name in names}
+    layouts: dict[str, LayoutChoice] = {name[0]: draw(st.sampled_from(["dense", "auto"])) for name in names}
     return Case(
         placement=placement,
         num_ranks=num_ranks,
         num_microbatches=draw(st.integers(1, max_microbatches)),
         schedule=draw(st.sampled_from(Schedule)),
-        plan=plan_ownership(names, uses, world_size=num_ranks, owner=owners, layout=layouts),  # type: ignore[arg-type]
+        uses=uses,
+        names=names,
+        owners=owners,
+        layouts=layouts,
     )
