@@ -173,7 +173,7 @@ def _changes(dag: TrainingDAG, action: Action) -> list[Action]:
                 *(replace(action, peer=rank) for rank in ranks),
             ]
         case Collective():
-            others = [action.ranks[:-1], action.ranks[1:], (*action.ranks, dag.num_ranks)]
+            others = [action.ranks[:-1], action.ranks[1:], tuple(sorted({*action.ranks, dag.num_ranks}))]
             return [action, *(replace(action, ranks=other) for other in others if other)]
         case _:
             raise AssertionError(f"no changes of {action!r}")
