@@ -162,10 +162,7 @@ def elect(candidates: Sequence[Candidate], *, step_seconds: float = 0.0) -> Elec
             mine, theirs = ((each.exposed_seconds or 0.0) * 1e3 for each in (best, others[0]))
             reason = f"least exposed sync, {mine:.3g} ms a step (rank {others[0].rank}: {theirs:.3g} ms)"
         else:
-            reason = (
-                f"its stage {best.stage} is the earliest that uses it, so that gradients come in and weights "
-                "go out while the pipeline drains and fills"
-            )
+            reason = f"of the stages that use it {best.stage} is the earliest, where transfers can hide"
     elif (best.free_bytes or 0) > (others[0].free_bytes or 0):
         reason = f"as little exposed sync as rank {others[0].rank}, and more free memory"
     else:

@@ -220,7 +220,7 @@ class TestElection:
     def test_without_figures_the_earliest_stage_owns(self) -> None:
         candidates = [Candidate(rank=0, stage=3), Candidate(rank=3, stage=0)]
         assert elect(candidates).rank == 3
-        assert "stage 0 is the earliest" in elect(candidates).reason
+        assert "0 is the earliest" in elect(candidates).reason
         assert elect(candidates[:1]).reason == "no other rank can"
 
     def test_times_within_a_thousandth_of_a_step_are_equal(self) -> None:
