@@ -497,8 +497,8 @@ def test_uses_and_description() -> None:
     for text, uses in ranks(2, work):
         assert text.splitlines() == [
             "embed.weight = head.weight: one parameter, 5 x 2 float32",
-            "  rank 0 owns it (stage 0, dense use): of the stages that use it 0 is the earliest, where transfers "
-            "can hide",
+            "  rank 0 owns it (stage 0, dense use): of the stages that use it 0 is the earliest, "
+            "where transfers can hide",
             "  rank 1 holds a replica (stage 1, dense use)",
         ]
         assert uses == ["lookup", "dense"]
