@@ -11,9 +11,11 @@ from plan_cases import gpt_shapes, plan_config, preset_shapes
 
 from piper_owner.cost import Candidate, elect, row_capacity, table_capacity
 from piper_owner.errors import ConfigError
+from piper_owner.ownership import Tie, Use
 from piper_owner.planning.compare import Comparison, compare_methods
 from piper_owner.planning.config import Method, Optimizer, PlanConfig, Transfer
 from piper_owner.planning.seconds import SIMULATED_STEPS
+from piper_owner.planning.shapes import TiedShape, TiedUse
 from piper_owner.planning.units import parse_bytes, parse_rate, parse_seconds
 from piper_owner.planning.zipf import expected_rows
 from piper_owner.schedules import Placement, Schedule
@@ -187,7 +189,7 @@ class TestSteps:
         folded = compare_methods(shapes, plan_config(placement=Placement.V, tokens=64))
         assert folded.advice is Method.DENSE
         assert "one Parameter" in folded.reason
-        assert "rows" in folded.impossible[Method.ROWS]
+        assert "nobody to serve" in folded.impossible[Method.ROWS]
 
     def test_an_owner_that_is_asked_for_is_kept(self) -> None:
         shapes = gpt_shapes(3, vocab=5000, hidden=256, layers=6, heads=4, context=1024)
@@ -198,6 +200,43 @@ class TestSteps:
         assert first.plans[Method.DENSE].ownership.ties[0].reason.startswith("asked for")
         with pytest.raises(ConfigError, match="rank 1 cannot own"):
             compare_methods(shapes, config, owner=1)
+
+    def test_several_ties_have_owners_of_their_own(self) -> None:
+        shapes = gpt_shapes(3, vocab=500, hidden=16, layers=6, heads=4, context=64)
+        (tied,) = shapes.ties
+        uses = [TiedUse(name=name, stage=stage, use=Use.DENSE) for name, stage in (("a", 1), ("b", 2))]
+        other = TiedShape(tie=Tie(("a", "b")), shape=(64, 64), uses=tuple(uses))
+        both = dataclasses.replace(shapes, ties=(tied, other))
+        found = compare_methods(both, plan_config(stages=3, tokens=4096, num_rows=100))
+        dense = found.plans[Method.DENSE]
+        assert [tie.name for tie in dense.ownership.ties] == ["a", "embed.weight"]
+        assert all(tie.owner in tie.ranks and tie.reason for tie in dense.ownership.ties)
+        sent = sum(each.payload for each in dense.traffic.values())
+        assert sent == 2 * (500 * 16 + 64 * 64) * 2
+        assert dense.messages == 4
+        rows = found.plans[Method.ROWS]  # only one of the ties has a replica that only looks rows up
+        assert [bool(tie.row_replicas) for tie in rows.ownership.ties] == [False, True]
+        assert sum(each.payload for each in rows.traffic.values()) == 2 * 64 * 64 * 2 + 100 * (2 * 16 * 2 + 4)
+
+    def test_a_model_without_ties(self) -> None:
+        shapes = gpt_shapes(3, vocab=500, hidden=16, layers=6, heads=4, context=64)
+        found = compare_methods(dataclasses.replace(shapes, ties=()), plan_config(stages=3, tokens=4096))
+        assert set(found.plans) == {Method.NAIVE, Method.DENSE}
+        assert "no tied parameter" in found.reason
+        assert found.plans[Method.DENSE].memory == found.plans[Method.NAIVE].memory
+
+    def test_averages_over_pipelines_are_waited_for(self) -> None:
+        alone, side = small(), small(pipelines=4)
+        for method in Method:
+            plan = side.plans[method]
+            assert plan.timing.step_seconds > alone.plans[method].timing.step_seconds
+            held = sum(memory.gradients for memory in plan.memory.values())
+            if method is not Method.ROWS:
+                copies = 1 if method is Method.DENSE else 0
+                held -= copies * 5000 * 256 * 2  # the replica's is not averaged
+                across = sum(sent.across for sent in plan.traffic.values())
+                assert across == pytest.approx(2 * 3 / 4 * held, abs=16)
+        assert all(sent.across == 0 for sent in alone.plans[Method.DENSE].traffic.values())
 
     def test_what_does_not_fit_is_not_advised(self) -> None:
         fits = small().plans[Method.ROWS].peak

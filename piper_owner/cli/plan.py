@@ -157,6 +157,8 @@ def print_comparison(comparison: Comparison, rows_from: str, console: Console) -
     for line in _title(model, config, rows_from):
         console.print(line)
     console.print()
+    if not best.ownership.ties:
+        console.print("no tied parameter")
     for tie in best.ownership.ties:
         console.print(_describe_tie(tie, owned=best.method is not Method.ALL_REDUCE), soft_wrap=False)
     console.print()

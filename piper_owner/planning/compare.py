@@ -12,7 +12,7 @@ from piper_owner.cost import HEADER_BYTES, Candidate, elect
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import SENDS, Across, Collective, Sync, SyncKind
 from piper_owner.errors import ConfigError
-from piper_owner.ownership import OwnerChoice, OwnershipPlan, ParameterUse, plan_ownership
+from piper_owner.ownership import LayoutChoice, OwnerChoice, OwnershipPlan, ParameterUse, plan_ownership
 from piper_owner.planning.config import Method, PlanConfig
 from piper_owner.planning.memory import RankMemory, activation_bytes, rank_memory
 from piper_owner.planning.seconds import Pipelines, Timing, tied_bytes, time_step
@@ -139,6 +139,8 @@ def ownership_of(
 ) -> OwnershipPlan:
     """Who owns and holds the ties of `model`; under NAIVE and ALL_REDUCE only who holds.
 
+    Under ROWS the ties that can keep rows do, which must be one at least.
+
     Raises ConfigError where the owner holds nothing, or rows are not possible.
     """
     uses = [
@@ -153,13 +155,12 @@ def ownership_of(
         for tied in model.ties
         for use in tied.uses
     ]
-    return plan_ownership(
-        [tied.tie for tied in model.ties],
-        uses,
-        world_size=config.devices,
-        owner=owner,
-        layout="rows" if method is Method.ROWS else "dense",
-    )
+    ties = [tied.tie for tied in model.ties]
+    layout: LayoutChoice = "auto" if method is Method.ROWS else "dense"
+    plan = plan_ownership(ties, uses, world_size=config.devices, owner=owner, layout=layout)
+    if method is Method.ROWS and not plan.row_pairs:  # raises, and says why
+        return plan_ownership(ties, uses, world_size=config.devices, owner=owner, layout="rows")
+    return plan
 
 
 def plan_method(
@@ -248,6 +249,9 @@ def compare_methods(model: ModelShapes, config: PlanConfig, *, owner: OwnerChoic
     else:
         impossible[Method.ALL_REDUCE] = "all uses of a tie are in one stage, and there is nothing to reduce"
     for method in (Method.DENSE, Method.ROWS):
+        if method is Method.ROWS and not any(tie.replicas for tie in held.ties):
+            impossible[method] = "one device has all uses of a tie, and there is nobody to serve"
+            continue
         try:
             candidates = _candidates(model, config, method, owner, pipelines.placement)
         except ConfigError as error:
@@ -255,8 +259,8 @@ def compare_methods(model: ModelShapes, config: PlanConfig, *, owner: OwnerChoic
             continue
         for rank, plan in candidates.items():
             tried[method, rank] = plan_method(model, config, method, plan, pipelines, free_seconds=free)
-        mine = [found for (name, _), found in tried.items() if name is method]
-        plans[method] = _elected(mine, config) if owner == "auto" else mine[0]
+        mine = {rank: found for (name, rank), found in tried.items() if name is method}
+        plans[method] = _elected(mine, config) if owner == "auto" else next(iter(mine.values()))
     advice, reason = _advise(plans, config)
     return Comparison(
         model=model,
@@ -295,27 +299,28 @@ def _candidates(
     return found
 
 
-def _elected(plans: list[MethodPlan], config: PlanConfig) -> MethodPlan:
-    """The plan whose owner `cost.elect` elects, with its reason."""
-    by_rank = {}
-    candidates = []
-    for plan in plans:
-        rank = plan.owners[0] if plan.owners else 0
-        stage = min((s for tie in plan.ownership.ties for s in tie.holder(tie.owner).stages), default=0)
-        by_rank[rank] = plan
-        candidates.append(
-            Candidate(
-                rank=rank,
-                stage=stage,
-                exposed_seconds=plan.exposed_seconds,
-                free_bytes=(config.device_memory or 0) - plan.peak,
-            )
+def _elected(plans: Mapping[int, MethodPlan], config: PlanConfig) -> MethodPlan:
+    """Of `plans`, by the rank that owns what it can, that of the rank that `cost.elect` elects."""
+    candidates = [
+        Candidate(
+            rank=rank,
+            stage=min(
+                (s for tie in plan.ownership.held_by(rank) for s in tie.holder(rank).stages), default=0
+            ),
+            exposed_seconds=plan.exposed_seconds,
+            free_bytes=(config.device_memory or 0) - plan.peak,
         )
-    election = elect(candidates, step_seconds=plans[0].timing.step_seconds)
-    best = by_rank[election.rank]
+        for rank, plan in plans.items()
+    ]
+    step = max(plan.timing.step_seconds for plan in plans.values())
+    election = elect(candidates, step_seconds=step)
+    best = plans[election.rank]
     if len(plans) == 1:
         return best
-    ties = tuple(replace(tie, reason=election.reason) for tie in best.ownership.ties)
+    ties = tuple(
+        replace(tie, reason=election.reason) if tie.owner == election.rank else tie
+        for tie in best.ownership.ties
+    )
     return replace(best, ownership=replace(best.ownership, ties=ties))
 
 
@@ -329,6 +334,8 @@ def _advise(plans: Mapping[Method, MethodPlan], config: PlanConfig) -> tuple[Met
         plan for plan in (fitting or right).values() if plan.timing.step_seconds <= shortest * (1 + _CLOSE)
     ]
     best = min(close, key=lambda plan: (plan.peak, plan.timing.step_seconds))
+    if not best.ownership.ties:
+        return best.method, "the model has no tied parameter, and nothing to keep in step"
     if not any(tie.replicas for tie in best.ownership.ties):
         return best.method, "one device holds all uses: one Parameter there, and no message"
     others = [plan for plan in right.values() if plan.method is not best.method]

@@ -219,7 +219,7 @@ def _durations(
             case SyncKind.SEND_IDS | SyncKind.SEND_ROWS:
                 return _flight(tied_bytes(action.kind, tie, True, config), config)
             case SyncKind.SEND_GRAD:
-                if method is Method.ROWS:
+                if tie.row_replicas and not tie.copies:
                     return _flight(tied_bytes(action.kind, tie, True, config), config)
                 return known.grad
             case SyncKind.SEND_WEIGHT:
