@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from piper_owner.errors import ConfigError
 from piper_owner.executor.ports import StagePorts
+from piper_owner.executor.split_backward import WeightBackward, backward_input
 
 __all__ = ["LossFunction", "StageRunner", "Tensors"]
 
@@ -43,6 +44,7 @@ class StageRunner:
         self.ports = ports
         self.loss = loss
         self._in_flight: dict[int, _InFlight] = {}
+        self._pending: dict[int, WeightBackward] = {}
 
     def forward(self, microbatch: int, inputs: Sequence[Tensor], labels: Tensor | None) -> tuple[Tensor, ...]:
         """The outputs of the stage or, on the last one, the microbatch's share of the loss alone.
@@ -84,37 +86,20 @@ class StageRunner:
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs only; the parameters' follow in `backward_weight`."""
-        state = self._in_flight[microbatch]
+        state = self._in_flight.pop(microbatch)
         state.grads = tuple(grads)
         outputs, starts = self._starts(state)
         wanted = [index for index, value in enumerate(state.inputs) if value.requires_grad]
+        found, rest = backward_input(outputs, starts, [state.inputs[index] for index in wanted])
+        self._pending[microbatch] = rest
         results: list[Tensor | None] = [None] * len(state.inputs)
-        if wanted and outputs:
-            found = torch.autograd.grad(
-                outputs,
-                [state.inputs[index] for index in wanted],
-                starts,
-                retain_graph=True,
-                allow_unused=True,
-            )
-            for index, grad in zip(wanted, found, strict=True):
-                results[index] = grad
+        for index, grad in zip(wanted, found, strict=True):
+            results[index] = grad
         return tuple(results)
 
     def backward_weight(self, microbatch: int) -> None:
         """Add to the parameters' gradients what `backward_input` left out."""
-        state = self._in_flight.pop(microbatch)
-        # A table of rows in use lets nobody have it but autograd itself: so not the parameter, but where
-        # its gradient adds up. Only this look is without its guard: a backward may run forwards again.
-        with torch._C.DisableTorchFunctionSubclass():
-            edges = [
-                torch.autograd.graph.get_gradient_edge(parameter)
-                for parameter in self.module.parameters()
-                if parameter.requires_grad
-            ]
-        outputs, starts = self._starts(state)
-        if edges and outputs:
-            torch.autograd.backward(outputs, starts, inputs=edges)
+        self._pending.pop(microbatch).run()
 
     def _starts(self, state: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs where the backward starts, and their gradients (None: the loss itself)."""
@@ -131,4 +116,4 @@ class StageRunner:
     @property
     def num_in_flight(self) -> int:
         """Microbatches between their forward and the end of their backward."""
-        return len(self._in_flight)
+        return len(self._in_flight) + len(self._pending)
