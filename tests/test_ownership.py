@@ -129,6 +129,26 @@ class TestPlan:
         assert [(tie.name, tie.owner) for tie in plan.ties] == [("a", 0), ("c", 2)]
         assert plan.pairs == ((0, 1), (1, 2))
 
+    @pytest.mark.parametrize(
+        ("owner", "layout", "reason"),
+        [
+            ("auto", "dense", "of the stages that use it 0 is the earliest, where transfers can hide"),
+            ("auto", "rows", "it uses all of it, and the others look up a few rows only"),
+            ("last", "dense", "asked for, as the holder of 'lm_head.weight'"),
+            (3, "dense", "asked for by its rank"),
+        ],
+    )
+    def test_the_plan_says_why_and_is_equal_without(
+        self, owner: OwnerChoice, layout: LayoutChoice, reason: str
+    ) -> None:
+        uses = [_use(EMBED, 0, use=Use.LOOKUP), _use(HEAD, 3)]
+        plan = plan_ownership([(EMBED, HEAD)], uses, world_size=4, owner=owner, layout=layout)
+        assert plan[EMBED].reason == reason
+        silent = dataclasses.replace(plan, ties=(dataclasses.replace(plan[EMBED], reason=""),))
+        assert silent == plan
+        assert silent.digest == plan.digest
+        assert "reason" not in plan[EMBED].to_dict()
+
     def test_five_holders(self) -> None:
         names = [f"w{i}" for i in range(5)]
         plan = plan_ownership([names], [_use(name, i) for i, name in enumerate(names)], world_size=5, owner=2)

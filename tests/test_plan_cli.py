@@ -91,6 +91,18 @@ def test_the_figures_of_the_file(tmp_path: Path) -> None:
             assert memory["total"] == sum(size for kind, size in memory.items() if kind != "total")
 
 
+def test_of_many_ranks_the_first_and_last_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--stages", "12", "--layers", "12", "--hidden", "512"]) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks between them are left out" in out
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("memory, rank")] == [
+        *("0", "1", "2", "3"),
+        *("8", "9", "10", "11"),
+    ]
+    assert "memory, fullest rank" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_two_plans_are_equal(tmp_path: Path) -> None:
     assert planned(*GEMMA, tmp_path=tmp_path) == planned(*GEMMA, tmp_path=tmp_path)
 

@@ -170,13 +170,15 @@ def print_comparison(comparison: Comparison, rows_from: str, console: Console) -
     console.print(_memory_table(best))
     console.print()
     console.print(f"a step, {best.method.value}, {format_seconds(best.timing.step_seconds)}")
-    ranks = list(best.memory)[:_MOST_RANKS]
-    rows = timeline_rows(best.timing, ranks, _CHART)
-    for rank, row, busy in zip(ranks, rows, busy_shares(best), strict=False):
-        console.print(f"{rank:>4} {row} {busy:>5.0%}")
+    ranks = _shown(best)
+    busy = busy_shares(best)
+    for rank, row in zip(ranks, timeline_rows(best.timing, ranks, _CHART), strict=True):
+        console.print(f"{rank:>4} {row} {busy[rank]:>5.0%}")
     console.print(f"     {LEGEND}")
     if len(best.memory) > len(ranks):
-        console.print(f"     ({len(best.memory) - len(ranks)} more ranks are left out)")
+        console.print(
+            f"     ({len(best.memory) - len(ranks)} ranks between them are left out, here and above)"
+        )
     console.print()
     console.print(f"advice: {best.method.value}; {comparison.reason}.")
     for line in _assumptions(config):
@@ -238,11 +240,18 @@ def _methods_table(comparison: Comparison) -> Table:
         add("sent across", lambda plan: format_bytes(max(t.across for t in plan.traffic.values())))
     add("optimizer of ties", lambda plan: format_bytes(_tied_state(plan, comparison)))
     table.add_section()
-    for rank in list(plans[0].memory)[:_MOST_RANKS]:
+    for rank in _shown(plans[0]):
         table.add_row(f"memory, rank {rank}", *(format_bytes(plan.memory[rank].total) for plan in plans))
     if len(plans[0].memory) > _MOST_RANKS:
         add("memory, fullest rank", lambda plan: format_bytes(plan.peak))
     return table
+
+
+def _shown(plan: MethodPlan) -> list[int]:
+    """Ranks to show: all, or the first and the last, where ties are."""
+    ranks = sorted(plan.memory)
+    half = _MOST_RANKS // 2
+    return ranks if len(ranks) <= _MOST_RANKS else [*ranks[:half], *ranks[-half:]]
 
 
 def _tied_state(plan: MethodPlan, comparison: Comparison) -> int:
@@ -256,7 +265,8 @@ def _memory_table(plan: MethodPlan) -> Table:
     table.add_column("rank", justify="right", no_wrap=True)
     for kind in (*KINDS, "total"):
         table.add_column(_SHORT.get(kind, kind), justify="right", no_wrap=True)
-    for rank, memory in list(plan.memory.items())[:_MOST_RANKS]:
+    for rank in _shown(plan):
+        memory = plan.memory[rank]
         cells = [format_bytes(size) if size else "-" for size in memory.to_dict().values()]
         table.add_row(str(rank), *cells)
     return table
