@@ -199,10 +199,10 @@ def test_two_orders_in_opposite_directions_are_refused() -> None:
 def test_one_compute_in_two_groups_is_refused() -> None:
     message = refused([*TWO, split(2), order("0F0 0F1 0F0")])
     assert quoted(3, order("0F0 0F1 0F0")) in message
-    assert "it contradicts itself" in message
-    assert "two of its groups pick F of PP 0 MB 0" in refused([*TWO, split(2), order("0F0 0F0")])
-    assert "two of its groups pick B of PP" in refused([*TWO, split(2), order("*F *B 1B0")])
-    assert "two of its groups pick F of PP" in refused([*TWO, order("0 *F")])
+    assert "two of its groups, 0 and 2, pick F of PP 0 MB 0, which cannot come before itself" in message
+    assert "two of its groups, 0 and 1, pick F of PP 0 MB 0" in refused([*TWO, order("0F0 0F0")])
+    assert "two of its groups, 1 and 2, pick B of PP 1" in refused([*TWO, split(2), order("*F *B 1B0")])
+    assert "two of its groups, 0 and 1, pick F of PP 0" in refused([*TWO, order("0 *F")])
 
 
 def test_crosswise_messages_of_two_ranks_are_refused() -> None:

@@ -178,21 +178,30 @@ class OrderGraph:
         circle = self._circle(stuck)
         causes = [self._cause(a, b) for a, b in zip(circle, [*circle[1:], circle[0]], strict=True)]
         directives = sorted({cause for cause in causes if cause >= 0})
-        computes = [node for node in circle if node < 3 * self.cells]
         program = self.program
-        if len(directives) == 1 and _DATA not in causes and len(set(computes)) == 1:
-            return program.error(
-                directives[0],
-                f"two of its groups pick {self._name(computes[0])}, which cannot come before itself; name it "
-                "in one of them",
-            )
+        repeated = self._repeated(directives[0]) if len(directives) == 1 else None
+        if repeated is not None:
+            return program.error(directives[0], repeated)
         words = self._words(circle, causes)
         if len(directives) == 1:
-            with_what = "the data dependencies" if _DATA in causes else "itself"
-            return program.error(directives[0], f"it contradicts {with_what}: {words}")
+            return program.error(directives[0], f"it contradicts the data dependencies: {words}")
         others = " and ".join(program.quote(index) for index in directives[1:_SHOWN])
         data = " and the data dependencies" if _DATA in causes else ""
         return program.error(directives[0], f"it contradicts {others}{data}: {words}")
+
+    def _repeated(self, index: int) -> str | None:
+        """What is wrong with an order two groups of which pick one compute; None if they do not."""
+        order = self.program.directives[index]
+        assert isinstance(order, Order)
+        groups: dict[int, int] = {}
+        for at, group in enumerate(order.groups):
+            for node in (node for picked in group for node in self._nodes_of(index, picked)):
+                if groups.setdefault(node, at) != at:
+                    return (
+                        f"it contradicts itself: two of its groups, {groups[node]} and {at}, pick "
+                        f"{self._name(node)}, which cannot come before itself; name it in one of them"
+                    )
+        return None
 
     def _words(self, circle: list[int], causes: list[int]) -> str:
         """The circle, compute by compute: what comes before what, and who says so."""
