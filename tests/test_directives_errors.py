@@ -177,6 +177,9 @@ def test_an_order_against_the_data_is_refused() -> None:
     assert "B of PP 0 MB 0, which needs its result; no order does all of that" in message
     assert "it contradicts the data dependencies" in refused([*TWO, split(2), order("0BW0 0BI0")])
     assert "it contradicts the data dependencies" in refused([*TWO, order("1F0 0F0")])
+    # Another order may say what the data say, too: that one is not at fault.
+    message = refused([*TWO, order("0F0 0B0"), order("0B0 0F0")])
+    assert message.startswith(f"s.json: {quoted(3, order('0B0 0F0'))}: it contradicts the data dependencies")
 
 
 def test_an_order_in_which_two_ranks_wait_for_each_other_is_refused() -> None:

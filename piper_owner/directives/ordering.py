@@ -231,8 +231,9 @@ class OrderGraph:
         return f"{part} of {tags} MB {action.microbatch}".encode("ascii", "backslashreplace").decode("ascii")
 
     def _cause(self, source: int, target: int) -> int:
-        cause = self.causes.get((source, target))
-        return _DATA if cause is None else cause
+        if source < 3 * self.cells and target in self.data_after(source):
+            return _DATA  # whatever else says so too: this cannot be changed
+        return self.causes[source, target]
 
     def _circle(self, stuck: set[int]) -> list[int]:
         """A short circle among `stuck`, nodes each of which has one of them before it."""
