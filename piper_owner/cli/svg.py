@@ -31,6 +31,7 @@ _LEFT: Final = 70.0
 _TOP: Final = 58.0
 _LETTER: Final = 6.6
 _RIGHT: Final = 20.0
+_RIGHT_OF_WRONG: Final = 180.0
 _NARROW: Final = 560.0
 _TICKS: Final = 24
 _WRONG: Final = "#d00000"
@@ -62,7 +63,7 @@ def draw(timeline: Timeline, *, title: str, num_microbatches: int, wrong: Set[tu
         for rank in range(len(timeline.programs))
         for line in _rank(timeline, rank, unit, num_microbatches, wrong, shown)
     ]
-    width = max(_LEFT + span * unit + _RIGHT, _NARROW)
+    width = max(_LEFT + span * unit + (_RIGHT_OF_WRONG if wrong else _RIGHT), _NARROW)
     height = _TOP + len(timeline.programs) * _ROW + 30
     letters = int((width - 20) / _LETTER)
     shown_title = title if len(title) <= letters else title[: letters - 4] + " ..."
@@ -111,12 +112,12 @@ def _rank(
 
 def _rectangle(x: float, y: float, wide: float, fill: str, text: str, bad: bool) -> str:
     edge = f'stroke="{_WRONG}" stroke-width="3"' if bad else 'stroke="#ffffff" stroke-width="1"'
-    fits = bad or len(text) * _LETTER <= wide
-    label = (
-        f'<text x="{x + wide / 2:.1f}" y="{y + 18:.1f}" text-anchor="middle">{_text(text)}</text>'
-        if fits
-        else ""
-    )
+    label = ""
+    if len(text) * _LETTER <= wide:
+        label = f'<text x="{x + wide / 2:.1f}" y="{y + 18:.1f}" text-anchor="middle">{_text(text)}</text>'
+    elif bad:  # beyond its rectangle, readable over what comes next
+        halo = 'stroke="#ffffff" stroke-width="3" paint-order="stroke"'
+        label = f'<text x="{x + 5:.1f}" y="{y + 18:.1f}" {halo}>{_text(text)}</text>'
     return (
         f'<g><title>{_text(text)}</title><rect x="{x:.1f}" y="{y + 2:.1f}" width="{wide:.1f}" '
         f'height="{_ROW - 4:.1f}" rx="2" fill="{fill}" {edge}/>{label}</g>'
