@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from torch import Tensor
 from piper_owner.data.batches import TokenStream
 from piper_owner.errors import ConfigError, TraceError
 from piper_owner.executor.config import RunKind, TrainConfig
-from piper_owner.executor.local import run_threads
+from piper_owner.executor.local import run_threads, train_in_process
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.reference import ReferenceSession
+from piper_owner.executor.results import compare
 from piper_owner.executor.session import RankSession
 from piper_owner.frontends.piper import AnnotatedModel
 from piper_owner.transport.base import Fabric
@@ -187,3 +189,17 @@ def test_sessions_train_as_in_one_process(
     for _, weights in ranks:
         for name in weights.keys() & whole.keys():
             torch.testing.assert_close(weights[name], whole[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["EncoderDecoder", "SharedLayer"])
+def test_the_ways_to_compare_with_hold_for_more_than_two_uses(name: str) -> None:
+    source = AnnotatedModel(target=f"annotated_models:{name}", folder=TESTS)
+    tokens = np.random.default_rng(0).integers(0, 256, 400)
+    stream = TokenStream(tokens, microbatches=4, microbatch_size=1, sequence_length=4)
+    config = dataclasses.replace(CONFIG, devices=2, placement="v")
+    kinds = (RunKind.REFERENCE, RunKind.NAIVE, RunKind.ALLREDUCE)
+    result = train_in_process(config, stream, compare=kinds, source=source)
+    param = compare(result.runs, result.ownership).param
+    assert param[RunKind.OWNER] < 1e-10
+    assert param[RunKind.ALLREDUCE] < 1e-10, "no copy is counted twice"
+    assert param[RunKind.NAIVE] > 1e-6

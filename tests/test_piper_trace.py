@@ -22,6 +22,7 @@ from annotated_models import (
     run_segments,
 )
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,7 @@ from piper_owner import Tie
 from piper_owner.errors import TieError
 from piper_owner.executor.ports import StagePorts, ValueSource
 from piper_owner.frontends.piper import TracedModel, trace
+from piper_owner.frontends.piper.annotation import recording
 
 IDS = ValueSource(index=0)
 
@@ -317,3 +319,12 @@ def test_the_line_of_each_region_is_known() -> None:
     traced = trace(made(TwoRegions), random_ids())
     assert all(str(Path(__file__).with_name("annotated_models.py")) in line for line in traced.lines)
     assert traced.lines[0] != traced.lines[1]
+
+
+def test_a_trace_that_starts_anew_numbers_its_regions_anew() -> None:
+    with recording() as recorder:
+        for entries in (2, 3):  # Dynamo gives up the first attempt and traces from the start
+            with tracing(TracingContext(None)):
+                assert [recorder.enter("PP") for _ in range(entries)] == list(range(entries))
+        assert len(recorder.regions("PP")) == 3
+    assert piper_owner.annotate("PP") is piper_owner.annotate("PP")

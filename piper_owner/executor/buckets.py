@@ -69,8 +69,8 @@ def local_buckets(
     """The buckets of `rank` by name. Ties must have been united before.
 
     A plain bucket holds the parameter that bears its name, or else all parameters of its stage
-    that no other bucket holds. Parameters without requires_grad are in no bucket. `steps_ties`: whether
-    the owners of ties are in this pipeline.
+    that no other bucket holds; no parameter is in two buckets. Parameters without requires_grad are
+    in none. `steps_ties`: whether the owners of ties are in this pipeline.
 
     Raises TieError when one Parameter is in two stages of the rank but in no tie.
     """
@@ -94,7 +94,9 @@ def local_buckets(
             found = [held[name] for held in named.values() for name in names if name in held]
             add(bucket, found, steps=steps_ties and bucket.owner == rank)
         elif bucket.name in named[bucket.stages[0]]:
-            add(bucket, [named[bucket.stages[0]][bucket.name]], steps=True)
+            named_so = named[bucket.stages[0]][bucket.name]
+            # One that the stage has by two names is in the bucket of the first of them.
+            add(bucket, [named_so] if id(named_so) not in taken else [], steps=True)
     for bucket in mine:
         if bucket.name not in buckets:
             rest = [p for p in named[bucket.stages[0]].values() if id(p) not in taken]
