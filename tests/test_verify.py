@@ -350,6 +350,19 @@ def test_the_command_itself(tmp_path: Path) -> None:
         assert ("PP 0 is placed already" in done.stderr) == (status == 2)
 
 
+def test_a_reader_that_has_seen_enough_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps([*PIPELINE[:4], split(3_000)]))
+    command = [sys.executable, "-m", "piper_owner", "verify", str(file), "--max-rows", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.stdout.close()
+        assert running.stderr is not None
+        assert running.stderr.read() == b""
+        assert running.wait(60) == 0
+
+
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     file.write_text(json.dumps(PIPELINE))

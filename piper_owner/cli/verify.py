@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -57,7 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
             unread = {name: None for name in _KEYS} | {"ok": False, "more": [], "wrong": []}
             _write(arguments.json, "--json", unread | {"error": line, "error_kind": type(error).__name__})
         return 2
-    _show(arguments, schedule, verdict)
+    try:
+        _show(arguments, schedule, verdict)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough; the exit status still counts.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if arguments.json is not None:
         _write(arguments.json, "--json", _to_json(arguments.file, schedule, verdict))
     if arguments.svg is not None:
