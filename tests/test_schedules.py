@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piper_owner.dag.graph import Bucket
-from piper_owner.dag.lower import insert_transfers
+from piper_owner.dag.lower import insert_transfers, with_programs
 from piper_owner.dag.nodes import Action, Compute, ComputeKind
 from piper_owner.errors import ConfigError, DagError
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
+from piper_owner.schedules.engine import Choice, Play, Policy
 from piper_owner.simulate import simulate
 
 
@@ -196,6 +197,33 @@ def test_any_placement_can_run(case: Case) -> None:
 @given(cases())
 def test_the_same_input_gives_the_same_schedule(case: Case) -> None:
     assert case.build() == case.build()
+
+
+class _Idle(Policy):
+    """Starts nothing by itself."""
+
+    def choose(self, play: Play, rank: int) -> Choice | None:
+        return None
+
+
+def test_a_policy_that_has_every_rank_wait_ends_all_the_same() -> None:
+    placement = (0, 1, 0)
+    programs = Play(placement, 2, 2).run(_Idle())
+    dag = with_programs(built(placement, 2), programs)  # checks the rules
+    assert texts(dag, 0) == ["0F0", "2F0", "0F1", "2F1", "2B0", "0B0", "2B1", "0B1"]
+    simulate(insert_transfers(dag))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.INTERLEAVED, Schedule.ZBV, Schedule.DUALPIPEV])
+def test_no_schedule_has_every_rank_wait(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unblock(policy: Policy, play: Play) -> Choice:
+        raise AssertionError(f"{placement} of {num_microbatches} microbatches waits at {play.num_forwards}")
+
+    monkeypatch.setattr(Policy, "unblock", unblock)
+    for ranks, each, num_microbatches in itertools.product((1, 2, 3, 5), (1, 2, 3), (1, 2, 3, 4, 5, 7, 11)):
+        for shape in Placement:
+            placement = place_stages(ranks * each, ranks, shape)
+            built(placement, num_microbatches, schedule=schedule)
 
 
 def test_data_may_skip_stages() -> None:
