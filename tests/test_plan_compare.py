@@ -81,8 +81,9 @@ class TestGemma:
         assert plans[Method.DENSE].owners == (0,)
         assert plans[Method.ROWS].owners == (3,)
         assert plans[Method.DENSE].exposed_seconds < reduce.exposed_seconds / 10
-        last = gemma.tried[Method.DENSE, 3]
-        assert last.exposed_seconds > 2 * TABLE / 25e9
+        # The weights come back a link's time behind the gradient; rank 0 steps no table meanwhile.
+        last, wire = gemma.tried[Method.DENSE, 3], TABLE * 2 / 25e9
+        assert wire / 2 < last.exposed_seconds < wire
         assert "least exposed sync" in plans[Method.DENSE].ownership.ties[0].reason
         assert gemma.advice is Method.ROWS
         assert "against all-reduce: 10.6 GB less" in gemma.reason
@@ -170,6 +171,19 @@ class TestSteps:
             bandwidth=slow, transfer=Transfer.STREAMED, dtype="float32", optimizer=Optimizer.ADAFACTOR
         )
         assert serial.tried[Method.DENSE, 2].exposed_seconds > 1.9 * wire
+
+    @pytest.mark.parametrize("slow", [1.25e8, 1e9])
+    def test_early_gradients_are_never_later_than_streamed_ones(self, slow: float) -> None:
+        early, streamed = (
+            small(bandwidth=slow, transfer=transfer, dtype="float32", chunk_bytes=2**17)
+            for transfer in Transfer
+        )
+        wire = 5000 * 256 * 4 / slow
+        for owner in (0, 2):
+            step = early.tried[Method.DENSE, owner].timing.step_seconds
+            assert step <= streamed.tried[Method.DENSE, owner].timing.step_seconds * 1.001
+        # A link that is slow beside the pipeline is busy both ways at once, not twice one after the other.
+        assert early.tried[Method.DENSE, 0].exposed_seconds < 1.1 * wire
 
     def test_given_stage_seconds_are_taken(self) -> None:
         found = small(stage_seconds=(1.0, 1.0, 1.0), bandwidth=1e12, latency=0.0)

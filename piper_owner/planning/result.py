@@ -25,6 +25,7 @@ from piper_owner.planning.shapes import count
 
 __all__ = ["LEGEND", "busy_shares", "timeline_rows", "to_json"]
 
+_BUSY: Final = frozenset("FBS")
 LEGEND: Final = "F forward  B backward  S optimizer step  = waits for the tied sync  . idle"
 
 
@@ -72,7 +73,16 @@ def _config(config: PlanConfig) -> dict[str, Any]:
 def busy_shares(plan: MethodPlan) -> list[float]:
     """By rank, the share of a step in which it computes or steps."""
     whole = plan.timing.step_seconds * SIMULATED_STEPS
-    return [min(1.0, busy / whole) if whole else 0.0 for busy in plan.timing.timeline.busy]
+    timeline = plan.timing.timeline
+    shares = []
+    for program, starts, ends in zip(timeline.programs, timeline.starts, timeline.ends, strict=True):
+        busy = sum(
+            end - start
+            for action, start, end in zip(program, starts, ends, strict=True)
+            if _mark(action) in _BUSY
+        )
+        shares.append(min(1.0, busy / whole) if whole else 0.0)
+    return shares
 
 
 def timeline_rows(timing: Timing, ranks: list[int], width: int) -> list[str]:

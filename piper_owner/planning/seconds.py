@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, assert_never
 
-from piper_owner.cost import ID_BYTES, rows_per_chunk
+from piper_owner.cost import ID_BYTES
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.dag.lower import insert_bucket_steps, insert_transfers
 from piper_owner.dag.nodes import (
@@ -32,9 +32,9 @@ from piper_owner.dag.pipelines import insert_data_parallel
 from piper_owner.ownership import OwnershipPlan, TiePlan
 from piper_owner.p2p_nodes import insert_all_reduce, insert_ownership
 from piper_owner.planning.config import Method, PlanConfig
-from piper_owner.planning.config import Transfer as When
 from piper_owner.planning.memory import RankMemory, stepped_memory
 from piper_owner.planning.shapes import ModelShapes, TiedShape, TiedUse
+from piper_owner.planning.streams import StreamTimes, first_part, in_two_parts, stream_times
 from piper_owner.schedules import build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
 
@@ -169,36 +169,10 @@ def _flight(size: int, config: PlanConfig) -> float:
     return config.latency + size / config.bandwidth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TieTimes:
-    """Seconds of a tie's messages and of its owner's step."""
-
-    grad: float
-    weight: float
-    step: float
-
-
-def _tie_times(tie: TiePlan, config: PlanConfig) -> _TieTimes:
-    """Of a replica's dense gradient, of the weights behind the end of the step, and of the step itself.
-
-    Streaming, a chunk is stepped while the next one comes in and the last one leaves, so that gradients,
-    steps and weights take as long as the slowest of the three, and one chunk more of the others.
-    """
-    size = math.prod(tie.shape) * config.itemsize
-    wire = size / config.bandwidth
-    step = _step_seconds(stepped_memory((tie.shape,), config), config)
-    chunks = math.ceil(tie.shape[0] / rows_per_chunk(tie.shape, config.itemsize, config.chunk_bytes))
-    step += _ring_seconds(size, config.pipelines, config)  # the owners average the combined gradient
-    early = config.transfer is When.EARLY
-    grad = _flight(size if early else 0, config)
-    incoming = 0.0 if early else wire * len(tie.copies)
-    if not config.streams:
-        return _TieTimes(grad=grad, weight=_flight(size, config), step=incoming + step)
-    slowest = max(incoming, step)
-    whole = slowest + min(incoming, step) / chunks
-    # Weights that the link takes longer for than the step are still leaving when it ends.
-    rest = max(0.0, wire - slowest) + wire / chunks
-    return _TieTimes(grad=grad, weight=config.latency + rest, step=whole)
+def _owner_seconds(tie: TiePlan, config: PlanConfig) -> float:
+    """The owner's step; owners of several pipelines average the combined gradient in it."""
+    kept = stepped_memory((tie.shape,), config)
+    return _step_seconds(kept, config) + _ring_seconds(kept.gradients, config.pipelines, config)
 
 
 def _durations(
@@ -209,23 +183,26 @@ def _durations(
     each = config.microbatch_tokens * config.itemsize
     moved = {edge: _flight(features * each, config) for edge, features in model.edges.items()}
     ties = {tie.name: tie for tie in plan.ties}
-    times = {name: _tie_times(tie, config) for name, tie in ties.items()}
+    owner = {name: _owner_seconds(tie, config) for name, tie in ties.items()}
+    streams: dict[str, StreamTimes] = {}
+    for name, tie in ties.items():
+        if tie.copies:
+            streams[first_part(name)], streams[name] = stream_times(tie, owner[name], config)
     steps = {name: _step_seconds(kept, config) for name, kept in pipelines.buckets.items()}
     sizes = {name: kept.gradients for name, kept in pipelines.buckets.items()}
 
     def sync(action: Sync) -> float:
-        tie, known = ties[action.bucket], times[action.bucket]
+        part = streams.get(action.bucket)
         match action.kind:
             case SyncKind.SEND_IDS | SyncKind.SEND_ROWS:
-                return _flight(tied_bytes(action.kind, tie, True, config), config)
-            case SyncKind.SEND_GRAD:
-                if tie.row_replicas and not tie.copies:
-                    return _flight(tied_bytes(action.kind, tie, True, config), config)
-                return known.grad
-            case SyncKind.SEND_WEIGHT:
-                return known.weight
+                return _flight(tied_bytes(action.kind, ties[action.bucket], True, config), config)
+            case SyncKind.SEND_GRAD if part is None:
+                return _flight(tied_bytes(action.kind, ties[action.bucket], True, config), config)
             case SyncKind.OWNER_STEP:
-                return known.step
+                return owner[action.bucket] if part is None else part.step
+            case SyncKind.SEND_GRAD | SyncKind.SEND_WEIGHT:
+                assert part is not None, "only a tie with copies sends weights"
+                return part.grad if action.kind is SyncKind.SEND_GRAD else part.weight
             case SyncKind.RECV_IDS | SyncKind.RECV_ROWS | SyncKind.RECV_GRAD | SyncKind.RECV_WEIGHT:
                 return 0.0
             case _:
@@ -276,7 +253,8 @@ def time_step(
 
     Nothing but messages keeps ranks in step, so what is awaited across the end of a step hides there too.
     """
-    repeated = dataclasses.replace(dag, programs=tuple(program * SIMULATED_STEPS for program in dag.programs))
+    played = (in_two_parts(program, plan) for program in dag.programs)
+    repeated = dataclasses.replace(dag, programs=tuple(program * SIMULATED_STEPS for program in played))
     timeline = simulate(repeated, _durations(model, plan, method, config, pipelines))
     before = max(
         ends[len(ends) // SIMULATED_STEPS * (SIMULATED_STEPS - 1) - 1] for ends in timeline.ends if ends
