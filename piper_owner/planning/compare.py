@@ -349,11 +349,14 @@ def _advise(plans: Mapping[Method, MethodPlan], config: PlanConfig) -> tuple[Met
 def _against(best: MethodPlan, other: MethodPlan) -> str:
     """What `best` saves over `other`, or costs."""
     saved = other.peak - best.peak
-    memory = f"{_size(abs(saved))} {'less' if saved >= 0 else 'more'} on the fullest device"
+    memory = f"{_size(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else "as much"
     sooner = other.timing.step_seconds - best.timing.step_seconds
     time = f"a step {abs(sooner) * 1e3:.3g} ms {'shorter' if sooner >= 0 else 'longer'}"
-    return f"against {other.method.value}: {memory}, {time}"
+    return f"against {other.method.value}: {memory} on the fullest device, {time}"
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count} B"
