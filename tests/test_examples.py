@@ -19,6 +19,8 @@ README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS: Final = re.findall(r"^torchrun .*?(?=\s*(?:#.*)?$)", README, flags=re.MULTILINE)
 EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
 MARK: Final = "# <-- piper-owner"
+MODEL: Final = "annotated"
+"""The example that is a model, for the command to train; the others are training loops."""
 STEPS: Final = 5
 TOLERANCES: Final = {"huggingface": 1e-5}  # in float32; the others train in float64
 SECONDS: Final = 180.0
@@ -47,7 +49,9 @@ def run(command: str) -> str:
 
 
 def test_readme_gives_the_command_of_every_example() -> None:
-    assert sorted(COMMANDS) == [f"torchrun --nproc-per-node 2 examples/{file.name}" for file in EXAMPLES]
+    loops = [file for file in EXAMPLES if file.stem != MODEL]
+    assert sorted(COMMANDS) == [f"torchrun --nproc-per-node 2 examples/{file.name}" for file in loops]
+    assert f"[examples/{MODEL}.py](examples/{MODEL}.py)" in README
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -72,7 +76,12 @@ def test_example_trains_as_one_process(command: str) -> None:
 def test_example_is_short_and_names_its_command(file: Path) -> None:
     source = file.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 60
-    assert f"\ntorchrun --nproc-per-node 2 examples/{file.name}\n" in source
+    is_model = file.stem == MODEL
+    command = (
+        f"piper-owner train --model examples.{MODEL}:build" if is_model else "torchrun --nproc-per-node 2 "
+    )
+    assert f"\n{command}" in source
+    assert file.name in source or is_model
     unmarked = [line for line in source.splitlines() if "piper_owner" in line and MARK not in line]
     assert unmarked == []
     assert source.isascii()

@@ -62,6 +62,8 @@ def order(*texts: str) -> dict[str, Any]:
 ON_ONE: Final = directives_of((0, 0), order("0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1,0B1"))
 ON_TWO: Final = directives_of((0, 1), order("0F0", "0F1", "0B0", "0B1"), order("1F0", "1B0", "1F1", "1B1"))
 
+REPLICATED: Final = [{"op": "replicate", "filter": {"PP": pp}, "devices": [pp, pp + 2]} for pp in (0, 1)]
+
 
 def config_of(program: Program | None = None, **changes: Any) -> TrainConfig:  # noqa: ANN401 - fields of a config
     small: dict[str, Any] = {
@@ -122,8 +124,7 @@ def test_four_regions_in_two_pipelines(scope: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("scope", ["pipeline", "global"])
 def test_replicate_makes_pipelines(scope: str) -> None:
-    replicated = [{"op": "replicate", "filter": {"PP": pp}, "devices": [pp, pp + 2]} for pp in (0, 1)]
-    result = train(config_of(parsed([*ON_TWO, *replicated]), scope=scope), TWO)
+    result = train(config_of(parsed([*ON_TWO, *REPLICATED]), scope=scope), TWO)
     assert (result.config.dp, result.config.devices, result.config.num_ranks) == (2, 2, 4)
     assert sorted(result.runs[RunKind.OWNER].tied_bytes) == [0, 1, 2, 3]
 
@@ -179,9 +180,11 @@ def test_files_that_are_no_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("directives", "devices"), [(ON_ONE, 1), (ON_TWO, 2)])
+@pytest.mark.parametrize(
+    ("directives", "devices", "pipelines"), [(ON_ONE, 1, 1), (ON_TWO, 2, 1), ([*ON_TWO, *REPLICATED], 2, 2)]
+)
 def test_the_command_runs_a_model_and_a_program(
-    directives: object, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directives: object, devices: int, pipelines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(TESTS)
     schedule, figures = tmp_path / "schedule.json", tmp_path / "out.json"
@@ -193,7 +196,7 @@ def test_the_command_runs_a_model_and_a_program(
     )
     assert main(["train", *arguments]) == 0
     written = json.loads(figures.read_text())
-    assert written["config"]["devices"] == devices
+    assert (written["config"]["devices"], written["config"]["dp"]) == (devices, pipelines)
     assert written["config"]["directives"] == str(schedule)
     assert written["max_abs_loss_diff"]["owner"] < 1e-10
     assert written["max_abs_param_diff"]["owner"] < 1e-10

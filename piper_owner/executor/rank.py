@@ -312,10 +312,12 @@ class RankExecutor:
         for parameter, is_tied in self._counted():
             if parameter.grad is not None:
                 squares[int(is_tied)] += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+        is_global = self._beside is not None and self.plan.scope is Scope.GLOBAL
+        squares = squares if is_global else squares.sum(0, keepdim=True)
         if len(ranks) > 1:
             self._groups[ranks].all_reduce(squares)
             self._tied_sent += BytesSent(other=squares.nbytes)
-        if self._beside is not None and self.plan.scope is Scope.GLOBAL:
+        if self._beside is not None and is_global:
             self._beside.all_reduce(squares[1:])
             self._tied_sent += BytesSent(other=squares[1:].nbytes)
         # The same small constant as torch.nn.utils.clip_grad_norm_.
