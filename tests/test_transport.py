@@ -1,4 +1,4 @@
-"""The contract of a transport, for every transport: in-memory, and gloo between processes."""
+"""The contract of a transport, for every transport: in-memory, gloo between processes, and a view."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate, TypeVar, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from piper_owner.transport import (
     BytesSent,
     Channel,
     Fabric,
+    FabricView,
     Failure,
     GlooFabric,
     Header,
@@ -48,8 +49,9 @@ SHORT = 0.6  # for waits that are meant to run out
 class Ranks:
     """Runs a function on N ranks of one transport."""
 
-    def __init__(self, pool: RankPool | None) -> None:
+    def __init__(self, pool: RankPool | None, *, is_view: bool = False) -> None:
         self._pool = pool
+        self._is_view = is_view
 
     def run(
         self,
@@ -60,6 +62,14 @@ class Ranks:
     ) -> list[T]:
         """The results by rank; `wait` is the fabric's timeout in seconds."""
         timeout = timedelta(seconds=wait)
+        if self._is_view:  # of a job that has one rank more, which does nothing
+            ranks = tuple(range(world_size))
+
+            def seen(fabric: Fabric) -> T | None:
+                return work(FabricView(fabric, ranks), *args) if fabric.rank in ranks else None
+
+            found = run_threads(world_size + 1, seen, timeout=timeout)
+            return cast("list[T]", found[:world_size])
         if self._pool is None:
             return run_threads(world_size, lambda fabric: work(fabric, *args), timeout=timeout)
         return self._pool.run_within(world_size, work, args, timeout=timeout)
@@ -81,9 +91,10 @@ class Ranks:
         return {rank: result for rank, result in results.items() if result is not None}
 
 
-@pytest.fixture(params=["memory", "gloo"])
+@pytest.fixture(params=["memory", "gloo", "view"])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return Ranks(request.getfixturevalue("rank_pool") if request.param == "gloo" else None)
+    pool = request.getfixturevalue("rank_pool") if request.param == "gloo" else None
+    return Ranks(pool, is_view=request.param == "view")
 
 
 def leave(fabric: Fabric, *ends: Channel | Any) -> None:  # noqa: ANN401 - channels and groups
