@@ -18,6 +18,8 @@ from piper_owner.dag.nodes import (
     FETCHES,
     RECVS,
     SENDS,
+    Across,
+    AcrossKind,
     Action,
     BucketStep,
     Collective,
@@ -142,6 +144,11 @@ class _Machine:
             case BucketStep(bucket=name) | Sync(kind=SyncKind.OWNER_STEP, bucket=name):
                 grads = self.terms("sum", *sorted(here.grads.pop(name, Counter()).items()))
                 here.weights[name] = self.terms("step", self._weight(here, name), grads, here.clip)
+            case Across(kind=AcrossKind.BROADCAST_WEIGHT, bucket=name):
+                here.weights[name] = self.terms("in all pipelines", self._weight(here, name))
+            case Across(bucket=name):
+                total = self.terms("sum", *sorted(here.grads.pop(name, Counter()).items()))
+                here.grads[name][self.terms("mean over pipelines", total)] += 1
             case Sync(kind=SyncKind.SEND_GRAD, bucket=name):
                 return self.terms("sum", *sorted(here.grads.pop(name, Counter()).items()))
             case Sync(kind=SyncKind.SEND_IDS, bucket=name):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import assert_never
 
 import pytest
 from dag_cases import Case, built, cases, dropped, edited, moved, planned
@@ -20,6 +21,8 @@ from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import (
     RECVS,
     SENDS,
+    Across,
+    AcrossKind,
     Action,
     BucketStep,
     Collective,
@@ -33,6 +36,7 @@ from piper_owner.dag.nodes import (
 )
 from piper_owner.dag.rules import Level, check_rules
 from piper_owner.errors import DryRunError, RuleViolationError
+from piper_owner.ownership import Scope
 from piper_owner.p2p_nodes import executable
 from piper_owner.schedules import Schedule
 from piper_owner.simulate import simulate
@@ -175,8 +179,13 @@ def _changes(dag: TrainingDAG, action: Action) -> list[Action]:
         case Collective():
             others = [action.ranks[:-1], action.ranks[1:], tuple(sorted({*action.ranks, dag.num_ranks}))]
             return [action, *(replace(action, ranks=other) for other in others if other)]
+        case Across():
+            return [
+                *(replace(action, kind=kind) for kind in AcrossKind),
+                *(replace(action, bucket=name) for name in buckets),
+            ]
         case _:
-            raise AssertionError(f"no changes of {action!r}")
+            assert_never(action)
 
 
 def _cross(data: st.DataObject, dag: TrainingDAG) -> TrainingDAG:
@@ -301,7 +310,10 @@ MUTATIONS: dict[str, Mutation] = {
 def check_mutants(case: Case, data: st.DataObject) -> None:
     """A mutant that is accepted trains as the plan does; and the dry run finds all that never ends."""
     clip = data.draw(st.booleans())
-    plan = executable(case.build(), case.plan, clip=clip)
+    num_pipelines = data.draw(st.sampled_from([1, 1, 2]))
+    scopes = [Scope.PIPELINE] if any(tie.row_replicas for tie in case.plan.ties) else list(Scope)
+    owners = dataclasses.replace(case.plan, scope=data.draw(st.sampled_from(scopes)))
+    plan = executable(case.build(), owners, clip=clip, num_pipelines=num_pipelines)
     terms = Terms()
     right = meaning(plan, terms)
     assert isinstance(right, dict)
@@ -311,7 +323,7 @@ def check_mutants(case: Case, data: st.DataObject) -> None:
         mutant = MUTATIONS[name](data, mutant)
     if clip and not any(isinstance(action, Collective) for program in mutant.programs for action in program):
         # A plan without clipping is as good; an executor that is to clip refuses it.
-        right = meaning(executable(case.build(), case.plan), terms)
+        right = meaning(executable(case.build(), owners, num_pipelines=num_pipelines), terms)
     found = meaning(mutant, terms)
     assert runs_dry(mutant) == (found != "never ends")
     passes = accepted(mutant)
