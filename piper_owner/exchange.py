@@ -246,6 +246,11 @@ class Exchange:
             line.sent, line.received = BytesSent(), BytesSent()
         return StepStats(sent=sent, received=received, seconds=self.clock.take())
 
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received since the counters were last taken."""
+        counters = self._counters()
+        return sum(each.sent.total for each in counters), sum(each.received.total for each in counters)
+
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
         before = [(line, line.sent, line.received) for line in self._counters()]

@@ -30,7 +30,7 @@ from piper_owner.dag.nodes import (
 )
 from piper_owner.errors import DeadlockError, DryRunError, MisorderedMessageError, UnmatchedMessageError
 
-__all__ = ["DryRun", "Event", "Timeline", "dry_run", "simulate", "unit_duration"]
+__all__ = ["DryRun", "Event", "Timeline", "counterpart", "dry_run", "simulate", "unit_duration"]
 
 _ROWS: Final = 40
 _COLUMNS: Final = 8
@@ -393,6 +393,21 @@ class _DryRun:
         order = [r for r in ranks if r in every] + [r for r in every if r not in ranks]
         grid = _format_grid(self.programs, self.starts, marked, order, _ROWS, _COLUMNS, focus=ranks[0])
         return error(f"{text}\n{grid}")
+
+
+def counterpart(action: Action, rank: int) -> tuple[int, Action] | None:
+    """Who takes what `action` of `rank` sends, and by which action; None for one that sends nothing."""
+    if type(action) is Transfer and (move := _FLOW.get(action.kind)) is not None:
+        return action.peer, Transfer(
+            kind=move,
+            stage=action.peer_stage,
+            microbatch=action.microbatch,
+            peer_stage=action.stage,
+            peer=rank,
+        )
+    if type(action) is Sync and action.peer is not None and (sync := _TIED.get(action.kind)) is not None:
+        return action.peer, Sync(kind=sync, bucket=action.bucket, peer=rank)
+    return None
 
 
 def _matches(send: Action, recv: Action, receiver: int) -> bool:

@@ -21,10 +21,10 @@ from torch_csv_files import LOOP, MICROBATCHES, RANKS, V
 
 from piper_owner.cli import main
 from piper_owner.cli.checking import check, parse_edges, read_schedule
-from piper_owner.cli.svg import draw
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.text import format_dag, parse_dag
 from piper_owner.directives import emit_program, format_program
+from piper_owner.drawing.timeline import draw
 from piper_owner.errors import ConfigError, DagError, DagParseError, InputError
 from piper_owner.frontends.torch_csv import parse_torch_csv
 from piper_owner.p2p_nodes import executable

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 from piper_owner.cli.bench_options import add_bench
 from piper_owner.cli.plan_options import add_plan
 from piper_owner.cli.programs import read_program
+from piper_owner.cli.trace_options import PictureOptions, add_pictures, read_pictures
 from piper_owner.cli.verify_options import add_verify
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
@@ -50,6 +51,8 @@ examples:
       the same, beside three other ways to train the same model
   piper-owner train --dtype float64 --steps 5 --compare reference --json FILE
       compare to the last bits, and keep the figures
+  piper-owner train --trace trace.json --report report.html
+      see each rank's steps in ui.perfetto.dev, and the run as one page
   piper-owner train --layout dense
       both devices keep a working copy; the embedding's owns it
   piper-owner train --model my_models:build --directives schedule.json
@@ -72,6 +75,7 @@ class TrainOptions:
     text: Path | None = None
     json: Path | None = None
     address: str | None = None
+    pictures: PictureOptions = field(default_factory=PictureOptions)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_training(train)
     _add_data(train)
     _add_output(train)
+    add_pictures(train)
     _add_cluster(train)
     add_plan(commands)
     add_bench(commands)
@@ -105,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
 def read(arguments: argparse.Namespace) -> TrainOptions:
     """What the parsed arguments ask for.
 
-    Raises ConfigError for values that cannot work, and for a `--json` file that cannot be written.
+    Raises ConfigError for values that cannot work, and for an output that cannot be written.
     """
     values: dict[str, Any] = {name: getattr(arguments, name) for name in _DEFAULTS if name in arguments}
     values["owner"] = _read_owner(arguments.owner)
@@ -117,6 +122,7 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
         text=arguments.text,
         json=arguments.json,
         address=arguments.address,
+        pictures=read_pictures(arguments),
     )
     if options.json is not None:
         _check_output(options.json)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from rich.console import Console
 
 from piper_owner.cli.models import model_source
 from piper_owner.cli.options import TrainOptions
-from piper_owner.cli.output import cache_folder, write_json
+from piper_owner.cli.output import cache_folder, write_json, write_text
 from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import print_result
 from piper_owner.cli.termination import orderly_termination
@@ -22,11 +24,13 @@ from piper_owner.data.vocabulary import encode
 from piper_owner.errors import RunError
 from piper_owner.executor.config import RunKind
 from piper_owner.executor.plan import plan_run, resolve_run
+from piper_owner.executor.recording import Recording, trace_of_run
 from piper_owner.executor.results import TrainResult
 from piper_owner.executor.source import ModelSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.runtime import environment
 from piper_owner.runtime.address import check_address
+from piper_owner.tracing.chrome import format_trace
 
 __all__ = ["run", "write_json"]
 
@@ -45,14 +49,45 @@ def run(options: TrainOptions) -> int:
         if kind is not RunKind.REFERENCE:
             plan_run(options.config, kind, source)
     text, tokens = _read_tokens(options)
+    if options.pictures.profile is not None:
+        with _writing("--profile", options.pictures.profile):
+            options.pictures.profile.mkdir(exist_ok=True)
     result = _train(options, source, text, tokens, notes)
     print_result(result, out)
     if options.json is not None:
-        try:
+        with _writing("--json", options.json):
             write_json(options.json, result.to_json())
-        except OSError as error:
-            raise RunError(f"--json {options.json}: cannot write it: {error.strerror or error}") from error
+    _write_pictures(options, result)
     return 0
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{option} {path}: cannot write it: {error.strerror or error}") from error
+
+
+def _write_pictures(options: TrainOptions, result: TrainResult) -> None:
+    pictures = options.pictures
+    if pictures.trace is not None:
+        title = f"piper-owner train, {result.config.schedule}"
+        with _writing("--trace", pictures.trace):
+            write_text(pictures.trace, format_trace(trace_of_run(result.records, title=title)))
+    if pictures.profile is not None:
+        for rank, record in enumerate(result.records):
+            file = pictures.profile / f"rank{rank}.json.gz"
+            with _writing("--profile", file):
+                file.write_bytes(record.profile or b"")
+
+
+def _recording(options: TrainOptions) -> Recording | None:
+    pictures = options.pictures
+    if not pictures.records:
+        return None
+    first = max(0, options.config.steps - pictures.steps)
+    return Recording(first_step=first, profile=pictures.profile is not None)
 
 
 def _read_tokens(options: TrainOptions) -> tuple[str, NDArray[np.int32]]:
@@ -84,4 +119,5 @@ def _train(
             source=source,
             address=options.address,
             on_step=on_step,
+            recording=_recording(options),
         )

@@ -13,9 +13,9 @@ from typing import Any, Final
 from piper_owner.bench.config import check_output
 from piper_owner.cli.checking import FileKind, Verdict, check, parse_edges, read_schedule, read_text_file
 from piper_owner.cli.output import write_json, write_text
-from piper_owner.cli.svg import draw
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import Transfer, format_action
+from piper_owner.drawing.timeline import draw
 from piper_owner.errors import DagError, InputError, RunError
 from piper_owner.simulate import Timeline
 

@@ -18,6 +18,7 @@ from piper_owner.data.batches import TokenStream
 from piper_owner.errors import ExchangeError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run, resolve_run
+from piper_owner.executor.recording import RankRecord, Recording
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.results import RunResult, TrainResult, collect_run
 from piper_owner.executor.session import RankReport, RankSession, StepReport
@@ -74,6 +75,7 @@ class _Trained:
     equal: bool
     report: RankReport
     weights: dict[str, Tensor]
+    record: RankRecord | None
 
 
 def train_in_process(
@@ -83,39 +85,52 @@ def train_in_process(
     compare: tuple[RunKind, ...] = (),
     source: ModelSource | None = None,
     text: str = "",
+    recording: Recording | None = None,
 ) -> TrainResult:
     """Train the owner run and those of `compare` on `stream`; what `piper-owner train` returns.
 
-    `source` is the model (None: the GPT).
+    `source` is the model (None: the GPT). `recording` is what to record of the owner run; torch profiles
+    one thread of a process at a time, so it is not to ask for a profile of several ranks.
     """
     source = GPTSource() if source is None else source
     config = resolve_run(config, source)
-    owner, equal = _train(config, RunKind.OWNER, stream, source)
+    owner, equal, records = _train(config, RunKind.OWNER, stream, source, recording)
     runs = {RunKind.OWNER: owner}
     for kind in compare:
         if kind is RunKind.REFERENCE:
             runs[kind] = _train_reference(config, stream, source)
         else:
-            runs[kind], _ = _train(config, kind, stream, source)
+            runs[kind], _, _ = _train(config, kind, stream, source, None)
     plan = plan_run(config, RunKind.OWNER, source)
-    return TrainResult(config=config, text=text, ownership=plan.ownership, runs=runs, replicas_equal=equal)
+    return TrainResult(
+        config=config,
+        text=text,
+        ownership=plan.ownership,
+        runs=runs,
+        replicas_equal=equal,
+        records=records,
+    )
 
 
 def _train(
-    config: TrainConfig, run: RunKind, stream: TokenStream, source: ModelSource
-) -> tuple[RunResult, bool]:
+    config: TrainConfig, run: RunKind, stream: TokenStream, source: ModelSource, recording: Recording | None
+) -> tuple[RunResult, bool, tuple[RankRecord, ...]]:
     def work(fabric: Fabric) -> _Trained:
         session = RankSession(config, run, fabric, source)
+        if recording is not None:
+            session.record(recording)
         steps = [session.train_step(stream.batch(step)) for step in range(config.steps)]
+        record = None if recording is None else session.take_record()
         equal = session.check()
         session.close()
-        return _Trained(steps, equal, session.report(), session.weights())
+        return _Trained(steps, equal, session.report(), session.weights(), record)
 
     ranks = run_threads(config.num_ranks, work, timeout=timedelta(seconds=config.timeout_seconds))
     steps = [{rank: done.steps[step] for rank, done in enumerate(ranks)} for step in range(config.steps)]
     reports = {rank: done.report for rank, done in enumerate(ranks)}
     weights = {rank: done.weights for rank, done in enumerate(ranks)}
-    return collect_run(config, run, steps, reports, weights), all(done.equal for done in ranks)
+    records = tuple(done.record for done in ranks if done.record is not None)
+    return collect_run(config, run, steps, reports, weights), all(done.equal for done in ranks), records
 
 
 def _train_reference(config: TrainConfig, stream: TokenStream, source: ModelSource) -> RunResult:

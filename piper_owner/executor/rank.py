@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -41,6 +42,7 @@ from piper_owner.executor.checks import (
 )
 from piper_owner.executor.pipeline import Mailbox
 from piper_owner.executor.ports import StagePorts, chain_ports
+from piper_owner.executor.recording import StepObserver
 from piper_owner.executor.stage import LossFunction, StageRunner, Tensors
 from piper_owner.fetching import keep_rows
 from piper_owner.ownership import OwnershipPlan, Scope, TiePlan, Use
@@ -70,6 +72,8 @@ class RankExecutor:
     them, by number. Each of them is given other batches, and their gradients are averaged; all start from
     the values of the first one. Under `scope="global"` of the plan, the first one owns for all.
 
+    `observer`, None at first, may be set between steps: each action then runs in its `around`.
+
     A failure on any rank is written to `fabric.board` with the rank and the action, this rank's
     lines are closed so that its peers fail at once, and the error is raised.
     """
@@ -92,6 +96,7 @@ class RankExecutor:
     ) -> None:
         self.dag, self.plan, self.rank, self.clip = dag, plan, rank, clip
         self.step = 0
+        self.observer: StepObserver | None = None
         self._fabric = fabric
         self.peak_grad_bytes: Counter[str] = Counter()
         self._tied_sent = BytesSent()
@@ -166,9 +171,10 @@ class RankExecutor:
             if self.plan.scope is Scope.PIPELINE:  # else when a DP_REDUCE comes
                 self.exchange.reduce_grads(tuple(self.exchange.tied), self.step)
         loss = 0.0
+        run = self._run if self.observer is None else partial(self._observed, self.observer)
         for action in self.dag.programs[self.rank]:
             with self._reporting(f"{action!r} of step {self.step}"):
-                loss += self._run(action, batch, labels)
+                loss += run(action, batch, labels)
         with self._reporting(f"the end of step {self.step}"):
             self.mailbox.flush()
             self.exchange.fetching.end_step((), self.step)
@@ -226,6 +232,16 @@ class RankExecutor:
             case _:
                 assert_never(action)
         return 0.0
+
+    def _observed(
+        self,
+        observer: StepObserver,
+        action: Action,
+        inputs: Sequence[tuple[Tensor, ...]],
+        labels: Sequence[Tensor],
+    ) -> float:
+        with observer.around(action, self.step):
+            return self._run(action, inputs, labels)
 
     def _follow_tables(self) -> None:
         """Let the buckets of ties that keep rows hold the compact table, which another may replace."""
@@ -353,11 +369,22 @@ class RankExecutor:
         sent, self._tied_sent = self._tied_sent, BytesSent()
         return sent
 
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes of all messages, headers included, that this rank has sent and received in this step."""
+        sent, received = self.exchange.moved_bytes()
+        lines = self.mailbox.lines.values()
+        sent += self._tied_sent.total + sum(line.sent.total for line in lines)
+        return sent, received + sum(line.received.total for line in lines)
+
+    def flush(self) -> None:
+        """Wait until the peers have all that was sent."""
+        self.exchange.flush()
+        self.mailbox.flush()
+
     def close(self) -> None:
         """Wait until the peers have all that was sent, then close every line. Twice is fine."""
         try:
-            self.exchange.flush()
-            self.mailbox.flush()
+            self.flush()
         finally:
             self._abandon()
 

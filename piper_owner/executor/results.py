@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.recording import RankRecord
 from piper_owner.ownership import OwnershipPlan
 from piper_owner.transport.messages import BytesSent
 
@@ -83,7 +84,8 @@ class TrainResult:
     """Everything that one command trained. `runs` starts with the owner run.
 
     `ownership` is the owner run's plan, and `replicas_equal` says whether, at its end, every
-    replica held the owner's value bit for bit.
+    replica held the owner's value bit for bit. `records` are those of the owner run, by rank; none where
+    nothing was to be recorded.
     """
 
     config: TrainConfig
@@ -91,6 +93,7 @@ class TrainResult:
     ownership: OwnershipPlan
     runs: Mapping[RunKind, RunResult]
     replicas_equal: bool
+    records: tuple[RankRecord, ...] = field(default=(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` writes: plain dicts, lists, strings, numbers and null."""

@@ -14,8 +14,10 @@ from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.rank import RankExecutor
+from piper_owner.executor.recording import RankRecord, Recorder, Recording, align_clocks
 from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.models.gpt import lm_loss
+from piper_owner.ownership import Scope
 from piper_owner.rows import RowsParameter
 from piper_owner.transport.base import Fabric
 from piper_owner.transport.messages import BytesSent
@@ -70,6 +72,9 @@ class RankSession:
         pipeline, side = pipeline_views(fabric, config.dp)
         self._plan = plan.ownership
         self._first = 0 if side is None else side.rank * config.microbatches
+        self._fabric = fabric
+        self._recording: Recording | None = None
+        self._recorder: Recorder | None = None
         self._num_tokens = config.tokens_per_step
         self._modules = source.build_stages(config, plan.dag.stages_of(pipeline.rank))
         self._executor = RankExecutor(
@@ -94,6 +99,8 @@ class RankSession:
 
     def train_step(self, batch: Batch) -> StepReport:
         """One optimizer step; every rank is given the same batch, and its pipeline trains on its part."""
+        if self._recording is not None and self._executor.step >= self._recording.first_step:
+            self._observe(self._recording)
         start = time.perf_counter()
         self._num_tokens = batch.num_tokens
         mine = slice(self._first, self._first + self._config.microbatches)
@@ -102,6 +109,33 @@ class RankSession:
         seconds = time.perf_counter() - start
         sent = self._executor.take_tied_bytes_sent()
         return StepReport(loss=loss / self._config.dp, seconds=seconds, bytes_sent=sent)
+
+    def record(self, recording: Recording) -> None:
+        """Record the steps that `recording` asks for. Local; before the first of them."""
+        self._recording = recording
+
+    def _observe(self, recording: Recording) -> None:
+        if self._recorder is None:
+            self._recorder = Recorder(self._executor.moved_bytes, profile=recording.profile)
+            self._executor.observer = self._recorder
+            self._recorder.start()
+
+    def take_record(self) -> RankRecord:
+        """What was recorded, with the times of rank 0; ends the recording. Collective.
+
+        Raises RuntimeError when no step was.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise RuntimeError("no step was recorded; call record before the last step")
+        self._executor.observer = self._recording = None
+        # A message that torch's profiler saw begin and not end would report to it when it is gone.
+        self._executor.flush()
+        recorder.stop()
+        clock = align_clocks(self._fabric)
+        pipeline, rank = divmod(self._fabric.rank, self._config.devices)
+        follows = self._config.scope == Scope.GLOBAL.value and pipeline > 0
+        return recorder.finish(rank=rank, pipeline=pipeline, clock=clock, follows=follows)
 
     def check(self) -> bool:
         """Whether every replica is bit for bit the owner's value; raises ReplicaMismatchError if not."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.recording import RankRecord, Recording
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.session import RankReport, RankSession, StepReport
 from piper_owner.executor.source import GPTSource, ModelSource
@@ -71,6 +72,18 @@ class RankHost:
     def step(self, index: int) -> StepReport:
         """Train on the batch of step `index` (from 0). Collective."""
         return self._live().train_step(self._stream.batch(index))
+
+    def record(self, recording: Recording) -> None:
+        """Record the steps that `recording` asks for; those of the reference are not. Local."""
+        session = self._live()
+        if isinstance(session, RankSession):
+            session.record(recording)
+
+    def take_record(self) -> RankRecord:
+        """What was recorded of the run. Collective; not for the reference."""
+        session = self._live()
+        assert isinstance(session, RankSession), "the reference runs no TrainingDAG"
+        return session.take_record()
 
     def check(self) -> bool:
         """Whether all replicas hold their owner's value, bit for bit. Collective."""

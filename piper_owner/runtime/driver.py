@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run, resolve_run
+from piper_owner.executor.recording import RankRecord, Recording
 from piper_owner.executor.results import RunResult, TrainResult, batch_loss, collect_run
 from piper_owner.executor.session import StepReport
 from piper_owner.executor.source import GPTSource, ModelSource
@@ -39,13 +40,15 @@ def train(
     source: ModelSource | None = None,
     address: str | None = None,
     on_step: OnStep | None = None,
+    recording: Recording | None = None,
     host_class: type[RankHost] = RankHost,
 ) -> TrainResult:
     """Train the owner run and then those of `compare`, each on the same data from the same seed.
 
     `source` is the model (None: the GPT). `tokens` is int32, one-dimensional; `text` names where they
     come from. `address` is that of a Ray cluster, None for the connected one or else a local one; see
-    `Cluster`. `on_step` is called here after every step. `host_class` is the actor's class.
+    `Cluster`. `on_step` is called here after every step. `recording` is what to record of the
+    owner run. `host_class` is the actor's class.
 
     Raises InputError before anything starts, and RunError, which carries the error of the rank
     that failed first, after everything that was started here has ended.
@@ -58,7 +61,7 @@ def train(
     # The driver hosts the store: it outlives every actor, and the port that it was given is free.
     with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
         store = open_store(cluster.host, timeout)
-        crew = _Crew(config, source, cluster, store, tokens, host_class)
+        crew = _Crew(config, source, cluster, store, tokens, recording, host_class)
         results = {kind: crew.run(kind, on_step) for kind in runs}
     return TrainResult(
         config=config,
@@ -66,6 +69,7 @@ def train(
         ownership=plans[RunKind.OWNER].ownership,
         runs=results,
         replicas_equal=crew.replicas_equal,
+        records=crew.records,
     )
 
 
@@ -79,9 +83,12 @@ class _Crew:
         cluster: Cluster,
         store: TCPStore,
         tokens: NDArray[np.int32],
+        recording: Recording | None,
         host_class: type[RankHost],
     ) -> None:
         self.replicas_equal = False
+        self.records: tuple[RankRecord, ...] = ()
+        self._recording = recording
         self._config = config
         self._store = store
         self._pids: dict[int, int] = {}
@@ -103,7 +110,13 @@ class _Crew:
         ranks = (0,) if kind is RunKind.REFERENCE else tuple(self._actors)
         name = f"the {kind.value} run"
         self._all(f"start of {name}", board, "open", kind, prefix, ranks=ranks)
+        records = kind is RunKind.OWNER and self._recording is not None
+        if records:
+            self._all(f"start of the record of {name}", board, "record", self._recording, ranks=ranks)
         steps = self._steps(kind, board, ranks, on_step)
+        if records:
+            taken = self._all(f"record of {name}", board, "take_record", ranks=ranks)
+            self.records = tuple(taken[rank] for rank in ranks)
         if kind is RunKind.OWNER:
             checks = self._all(f"check of the replicas of {name}", board, "check", ranks=ranks)
             self.replicas_equal = all(checks.values())
