@@ -15,7 +15,7 @@ from piper_owner.executor.config import RunKind
 from piper_owner.executor.results import Differences, RunResult, TrainResult, compare
 from piper_owner.ownership import TiePlan
 
-__all__ = ["loss_tolerance", "print_result", "verdict"]
+__all__ = ["describe_tie", "figures", "heads", "loss_tolerance", "print_result", "verdict"]
 
 _TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
 _TOLERANCE_STEPS = 5
@@ -32,7 +32,7 @@ _ABOUT = {
 def print_result(result: TrainResult, console: Console) -> None:
     """Print everything; readable at 80 columns."""
     for tie in result.ownership.ties:
-        console.print(_describe_tie(tie), highlight=False)
+        console.print(describe_tie(tie), highlight=False)
     console.print()
     console.print(_table(result))
     console.print()
@@ -100,7 +100,8 @@ def _state_ratio(result: TrainResult, kind: RunKind) -> str:
     return f", with {mine / owners:.1f} times the tied optimizer state" if mine > owners > 0 else ""
 
 
-def _describe_tie(tie: TiePlan) -> str:
+def describe_tie(tie: TiePlan) -> str:
+    """A tie and its holders, a line each."""
     shape = " x ".join(map(str, tie.shape))
     lines = [f"tie {' = '.join(tie.tie.names)}: one parameter, {shape} {tie.dtype}"]
     for holder in tie.holders:
@@ -115,15 +116,31 @@ def _describe_tie(tie: TiePlan) -> str:
 
 
 def _table(result: TrainResult) -> Table:
-    runs = list(result.runs.values())
-    differences = compare(result.runs, result.ownership)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("run", no_wrap=True)
-    for run in runs:
-        table.add_column(f"{run.kind.value}\n[dim]{_ABOUT[run.kind]}[/dim]", justify="right", no_wrap=True)
+    for kind in result.runs:
+        table.add_column(f"{kind.value}\n[dim]{_ABOUT[kind]}[/dim]", justify="right", no_wrap=True)
+    for place, rows in enumerate(figures(result)):
+        if place:
+            table.add_section()
+        for row in rows:
+            table.add_row(*row)
+    return table
+
+
+def heads(result: TrainResult) -> list[str]:
+    """The runs and what they are, as the heads of the table of figures."""
+    return [f"{kind.value} ({_ABOUT[kind]})" for kind in result.runs]
+
+
+def figures(result: TrainResult) -> list[list[tuple[str, ...]]]:
+    """The figures, in sections: of each a label, and how it reads for every run."""
+    runs = list(result.runs.values())
+    differences = compare(result.runs, result.ownership)
+    sections: list[list[tuple[str, ...]]] = [[]]
 
     def add(label: str, figure: Callable[[RunResult], str]) -> None:
-        table.add_row(label, *(figure(run) for run in runs))
+        sections[-1].append((label, *(figure(run) for run in runs)))
 
     if result.config.steps > 1:
         add("loss at step 1", lambda run: f"{run.losses[0]:.5f}")
@@ -133,25 +150,25 @@ def _table(result: TrainResult) -> Table:
         add("  largest loss diff", lambda run: _or_dash(differences.loss, run.kind))
         add("  largest weight diff", lambda run: _or_dash(differences.param, run.kind))
     ranks = _tied_ranks(result)
-    table.add_section()
+    sections.append([])
     add("weights of tie", lambda run: _sum([tied.weights for tied in run.tied_bytes.values()]))
     for rank in ranks:
         add(f"  held by rank {rank}", partial(_weights_on, rank))
-    table.add_section()
+    sections.append([])
     add("optimizer state of tie", lambda run: _sum([tied.optimizer for tied in run.tied_bytes.values()]))
     for rank in ranks:
         add(f"  on rank {rank}", partial(_optimizer_on, rank))
-    table.add_section()
+    sections.append([])
     add(
         "tied bytes per step",
         lambda run: _sum([sent.total for sent in run.bytes_sent_per_step.values()]),
     )
     for rank in ranks if len(ranks) > 1 else ():
         add(f"  sent by rank {rank}", partial(_sent_from, rank))
-    table.add_section()
+    sections.append([])
     add("time per step", lambda run: format_seconds(run.seconds_per_step))
     add("tokens per second", lambda run: f"{run.tokens_per_second:,.0f}")
-    return table
+    return sections
 
 
 def _tied_ranks(result: TrainResult) -> list[int]:

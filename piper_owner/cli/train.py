@@ -18,6 +18,7 @@ from piper_owner.cli.options import TrainOptions
 from piper_owner.cli.output import cache_folder, write_json, write_text
 from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import print_result
+from piper_owner.cli.report import train_page
 from piper_owner.cli.termination import orderly_termination
 from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
@@ -75,6 +76,9 @@ def _write_pictures(options: TrainOptions, result: TrainResult) -> None:
         title = f"piper-owner train, {result.config.schedule}"
         with _writing("--trace", pictures.trace):
             write_text(pictures.trace, format_trace(trace_of_run(result.records, title=title)))
+    if pictures.report is not None:
+        with _writing("--report", pictures.report):
+            write_text(pictures.report, train_page(result))
     if pictures.profile is not None:
         for rank, record in enumerate(result.records):
             file = pictures.profile / f"rank{rank}.json.gz"

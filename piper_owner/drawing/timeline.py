@@ -20,6 +20,7 @@ _WIDEST: Final = 30_000.0
 _ROW: Final = 30.0
 _LEFT: Final = 70.0
 _TOP: Final = 58.0
+_TITLE: Final = 26.0
 _LETTER: Final = 6.6
 _RIGHT: Final = 20.0
 _RIGHT_OF_WRONG: Final = 180.0
@@ -98,18 +99,20 @@ def draw(
     ]
     width = max(_LEFT + span * unit + (_RIGHT_OF_WRONG if wrong else _RIGHT), _NARROW)
     height = _TOP + len(timeline.programs) * _ROW + 30
+    above = 0.0 if look.has_title else _TITLE
+    bottom, height = height, height - above
     letters = int((width - 20) / _LETTER)
     shown_title = title if len(title) <= letters else title[: letters - 4] + " ..."
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="11" role="img" '
-        f'fill="{look.ink}">',
+        f'viewBox="0 {above:.0f} {width:.0f} {height:.0f}" font-family="sans-serif" font-size="11" '
+        f'role="img" fill="{look.ink}">',
         f"<title>{_text(title)}</title>",
         *([f'<rect width="{width:.0f}" height="{height:.0f}" fill="{look.paper}"/>'] if look.paper else []),
         *([f'<text x="10" y="20" font-weight="bold">{_text(shown_title)}</text>'] if look.has_title else []),
         *_legend(shown, bool(wrong)),
     ]
-    axis = _axis(span, unit, height - 26, look)
+    axis = _axis(span, unit, bottom - 26, look)
     pointed = (line for arrow in arrows for line in _arrow(arrow, unit))
     return "\n".join([*head, *axis, *rows, *pointed, "</svg>"]) + "\n"
 
