@@ -133,11 +133,12 @@ def test_help_explains_every_option_within_80_columns(
     assert max(map(len, text.splitlines())) <= 80
     names = {field.name for field in fields(TrainConfig)} - {"timeout_seconds", "program"}
     shown = text.partition("options:")[2]
-    for name in (*names, "timeout", "text", "compare", "json", "address", "directives"):
+    pictures = ("report", "trace", "trace-steps", "profile")
+    for name in (*names, "timeout", "text", "compare", "json", "address", "directives", *pictures):
         assert f"--{name.replace('_', '-')} " in shown
     for heading in ("pipeline:", "model:", "training:", "data:", "comparison and output:", "cluster:"):
         assert heading in text
-    assert shown.count("(default") == len(names) + 6
+    assert shown.count("(default") == len(names) + 10
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
