@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -30,6 +31,7 @@ from piper_owner.executor.source import GPTSource
 from piper_owner.simulate import Timeline, simulate
 from piper_owner.tracing.events import trace_of
 
+ROOT = Path(__file__).resolve().parent.parent
 VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
 BROWSER = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
 COMPARED = (RunKind.REFERENCE, RunKind.NAIVE, RunKind.ALLREDUCE)
@@ -216,6 +218,17 @@ def test_a_predicted_timeline_shows_the_messages_of_ties() -> None:
     body = timeline_section(trace, num_microbatches=4).body
     assert "<title>SEND_GRAD[embed.weight]-&gt;0</title>\n<path" in body
     assert "<title>SEND_WEIGHT[embed.weight]-&gt;3</title>\n<path" in body
+
+
+def test_the_picture_in_the_docs_is_that_of_the_script_and_hides_the_sync() -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "draw_step.py"), "--output", "-"]
+    printed = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    assert (ROOT / "docs" / "step.svg").read_text() == printed.stdout
+    title = ET.fromstring(printed.stdout)[0].text or ""
+    found = re.search(r": ([\d.]+) a step, and ([\d.]+) if", title)
+    assert found is not None
+    assert found[1] == found[2], "the sync costs nothing"
+    assert "docs/step.svg" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("ray_cluster")

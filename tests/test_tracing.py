@@ -157,6 +157,20 @@ def test_nothing_is_recorded_where_nobody_observes() -> None:
     assert "observer" not in run
 
 
+@pytest.mark.parametrize("more", [(), ("--transfer", "streamed", "--owner", "first")])
+def test_plan_writes_the_trace_of_its_advice(more: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    assert main(["plan", "--preset", "gpt2", "--stages", "4", *more, "--trace", str(file)]) == 0
+    whole = check_trace(file.read_text(), num_ranks=4)
+    assert whole["otherData"]["measured"] is False
+    assert whole["otherData"]["flows_left_out"] == 0
+    for row in actions_by_row(whole["traceEvents"]).values():
+        steps = [event["args"]["step"] for event in row]
+        assert steps == sorted(steps)
+        assert set(steps) == {1, 2}
+    assert main(["plan", "--preset", "gpt2", "--stages", "4", "--trace", str(tmp_path)]) == 2
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_command_writes_trace_and_profiles(tmp_path: Path) -> None:
     trace, profiles = tmp_path / "trace.json", tmp_path / "profiles"

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from piper_owner.cli.output import cache_folder, write_json
+from piper_owner.cli.output import cache_folder, write_json, write_text
 from piper_owner.cli.plan_options import PlanOptions
 from piper_owner.cli.units import format_bytes, format_seconds
 from piper_owner.directives.emit import emit_program, format_program
@@ -24,6 +24,7 @@ from piper_owner.planning.config import Method, PlanConfig
 from piper_owner.planning.memory import KINDS
 from piper_owner.planning.presets import find_preset
 from piper_owner.planning.result import LEGEND, busy_shares, timeline_rows, to_json
+from piper_owner.planning.seconds import SIMULATED_STEPS
 from piper_owner.planning.shapes import (
     ModelShapes,
     count,
@@ -33,6 +34,8 @@ from piper_owner.planning.shapes import (
 )
 from piper_owner.planning.zipf import ZIPF_EXPONENT, expected_rows
 from piper_owner.schedules import Placement
+from piper_owner.tracing.chrome import format_trace
+from piper_owner.tracing.events import trace_of
 
 __all__ = ["plan", "print_comparison", "run"]
 
@@ -57,6 +60,12 @@ def run(options: PlanOptions) -> int:
         program = format_program(emit_program(dag, num_pipelines=options.config.pipelines))
         with _writing("--emit-directives", options.emit_directives):
             options.emit_directives.write_text(program, encoding="ascii")
+    if options.trace is not None:
+        advised = comparison.plans[comparison.advice]
+        title = f"piper-owner plan: {comparison.model.name}, {comparison.advice.value}"
+        trace = trace_of(advised.timing.timeline, title=title, num_steps=SIMULATED_STEPS)
+        with _writing("--trace", options.trace):
+            write_text(options.trace, format_trace(trace))
     return 0
 
 

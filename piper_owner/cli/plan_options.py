@@ -74,6 +74,7 @@ class PlanOptions:
     text: Path | None
     json: Path | None
     emit_directives: Path | None
+    trace: Path | None = None
     stages_given: bool = False
 
     @property
@@ -103,6 +104,13 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "emit-directives",
         "FILE",
         "write the schedule to this file as a program of directives (default: none)",
+    )
+    _option(
+        group,
+        "trace",
+        "FILE",
+        "write the steps of the advised way as a trace, as 'piper-owner train --trace' does those of a run "
+        "(default: none)",
     )
 
 
@@ -230,11 +238,13 @@ def read_plan(arguments: argparse.Namespace) -> PlanOptions:
         text=_path(given, "text"),
         json=_path(given, "json"),
         emit_directives=_path(given, "emit_directives"),
+        trace=_path(given, "trace"),
         stages_given="stages" in given,
     )
     _check_model(options, given)
     check_output("--json", options.json)
     check_output("--emit-directives", options.emit_directives)
+    check_output("--trace", options.trace)
     return options
 
 

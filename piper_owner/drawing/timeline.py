@@ -46,13 +46,14 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """A message to show, from a rank at a time to another one at another."""
+    """A message to show, from a rank at a time to another one at another; `text` is written beside it."""
 
     source: int
     sent: float
     target: int
     received: float
     label: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +227,11 @@ def _arrow(arrow: Arrow, unit: float) -> Iterator[str]:
     yield f'<g stroke="{_ARROW}" fill="{_ARROW}" stroke-width="1.6"><title>{_text(arrow.label)}</title>'
     yield f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" fill="none"/>'
     yield f'<polygon points="{x1:.1f},{y1:.1f} {head}"/></g>'
+    if arrow.text:
+        halo = 'stroke="#ffffff" stroke-width="4" paint-order="stroke" font-weight="bold"'
+        x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 4
+        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="middle"'
+        yield f'<text {place} fill="{_ARROW}" {halo}>{_text(arrow.text)}</text>'
 
 
 def _text(text: str) -> str:
