@@ -121,6 +121,7 @@ def test_the_page_has_every_run(result: TrainResult, written: Path) -> None:
     assert "Timeline of step 6" in words
     for rank in range(4):
         assert f"rank {rank}" in words
+    assert {"of ties", "of the rest"} <= set(found.words)
     for name in ("0F0", "3B3", "OWNER_STEP[embed.weight]", "RECV_WEIGHT[embed.weight]<-0"):
         assert name in found.words
     assert parse_action("0F0")

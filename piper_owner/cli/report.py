@@ -38,9 +38,14 @@ def train_page(result: TrainResult) -> str:
     sections = [
         Section(title="Loss", body=chart),
         memory_section(
-            [_group(run) for run in result.runs.values()],
+            [_of_ties(run) for run in result.runs.values()],
             title="Memory of the ties",
             note="Bytes that tied parameters take on each rank, by what they are for, measured.",
+        ),
+        memory_section(
+            [_of_optimizer(run) for run in result.runs.values()],
+            title="Optimizer state",
+            note="Bytes of optimizer state on each rank, masters included, measured.",
         ),
     ]
     if result.records:
@@ -53,10 +58,19 @@ def train_page(result: TrainResult) -> str:
     return page(f"piper-owner train: {', '.join(kind.value for kind in result.runs)}", lead, sections)
 
 
-def _group(run: RunResult) -> BarGroup:
+def _of_ties(run: RunResult) -> BarGroup:
     bars = [
         Bar(label=f"rank {rank}", parts={kind: float(size) for kind, size in tied.to_dict().items()})
         for rank, tied in sorted(run.tied_bytes.items())
+    ]
+    return BarGroup(name=run.kind.value, bars=tuple(bar for bar in bars if bar.total > 0))
+
+
+def _of_optimizer(run: RunResult) -> BarGroup:
+    bars = [
+        Bar(label=f"rank {rank}", parts={"of ties": float(tied), "of the rest": float(size - tied)})
+        for rank, size in sorted(run.optimizer_state_bytes.items())
+        for tied in [run.tied_bytes[rank].optimizer]
     ]
     return BarGroup(name=run.kind.value, bars=tuple(bar for bar in bars if bar.total > 0))
 

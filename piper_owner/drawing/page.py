@@ -30,7 +30,7 @@ h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
 p { margin: .4rem 0; overflow-wrap: anywhere; }
 .note { color: var(--soft); font-size: .9rem; }
 .sections { display: grid; gap: 1rem; margin-top: 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 350px), 1fr)); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem;
   min-width: 0; }
 section.wide { grid-column: 1 / -1; }

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -104,14 +104,7 @@ class Recorder:
         """What was recorded, in the time of the first rank; after `stop`."""
         profile = None if self._profiler is None else _exported(self._profiler)
         events = tuple(
-            TraceEvent(
-                action=event.action,
-                step=event.step,
-                start_ns=event.start_ns + clock.offset_ns,
-                end_ns=event.end_ns + clock.offset_ns,
-                sent_bytes=event.sent_bytes,
-                received_bytes=event.received_bytes,
-            )
+            replace(event, start_ns=event.start_ns + clock.offset_ns, end_ns=event.end_ns + clock.offset_ns)
             for event in self._events
         )
         trace = RankTrace(
