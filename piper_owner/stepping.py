@@ -30,6 +30,7 @@ __all__ = [
     "check_state_fits",
     "over_master",
     "state_bytes",
+    "tensor_bytes",
     "unhooked_step",
 ]
 
@@ -56,7 +57,15 @@ _SHAPED: Final = (torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop)
 def state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     """Bytes of all state tensors that this rank keeps for `parameter`; 0 before its first step."""
     state = optimizer.state.get(parameter, {})
-    return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(tensor_bytes(local_of(value)) for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def tensor_bytes(value: torch.Tensor | None) -> int:
+    """Bytes of a tensor, dense or sparse (its indices and values); 0 for None."""
+    if value is None:
+        return 0
+    # Momentum over sparse gradients is sparse, too; torch counts no bytes of either.
+    return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
 
 
 def check_state_fits(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.errors import TieError
 from piper_owner.ownership import OwnershipPlan
-from piper_owner.stepping import state_bytes
+from piper_owner.stepping import state_bytes, tensor_bytes
 
 __all__ = ["LocalBucket", "OptimizerFactory", "local_buckets"]
 
@@ -35,7 +35,7 @@ class LocalBucket:
     @property
     def grad_bytes(self) -> int:
         """Bytes of the gradients that the bucket's parameters have now."""
-        return sum(_bytes(p.grad) for p in self.parameters if p.grad is not None)
+        return sum(tensor_bytes(p.grad) for p in self.parameters)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -49,12 +49,6 @@ class LocalBucket:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def _bytes(grad: torch.Tensor) -> int:
-    if not grad.is_sparse:
-        return grad.nbytes
-    return grad._indices().nbytes + grad._values().nbytes
 
 
 def local_buckets(

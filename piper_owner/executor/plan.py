@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
+
+from torch import nn
 
 from piper_owner.dag.graph import Bucket, TrainingDAG
 from piper_owner.dag.text import format_dag
@@ -19,6 +22,7 @@ from piper_owner.ownership import LayoutChoice, OwnershipPlan, ParameterUse, Sco
 from piper_owner.p2p_nodes import executable, executable_copies
 from piper_owner.schedules import Placement, Schedule, build_dag, place_stages
 from piper_owner.simulate import Timeline, simulate
+from piper_owner.stages import full_name
 from piper_owner.ties import describe_uses
 
 __all__ = ["RunPlan", "plan_run", "resolve_run"]
@@ -66,7 +70,8 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
 
     Pure: the same on every rank, no process, the model on the meta device. The reference has no plan.
 
-    Raises ConfigError for options that do not suit the model, for an owner that holds no copy, and for
+    Raises ConfigError for options that do not suit the model, such as an optimizer that takes no sparse
+    gradients or rows of a frozen tie, for an owner that holds no copy, and for
     copies where there is one stage.
     """
     source = GPTSource() if source is None else source
@@ -75,8 +80,13 @@ def plan_run(config: TrainConfig, run: RunKind, source: ModelSource | None = Non
     built = _built(config, split)
     placement = built.placement
     uses = _uses(split, placement)
+    _check_sparse(config, split, uses)
     ownership = plan_ownership(
-        split.ties, uses, world_size=config.devices, owner=config.owner, layout=_layout(config, run)
+        split.ties,
+        uses,
+        world_size=config.devices,
+        owner=config.owner,
+        layout=_layouts(config, run, split, uses),
     )
     ownership = dataclasses.replace(ownership, scope=_scope(config, run))
     clip = config.clip is not None
@@ -118,6 +128,43 @@ def _layout(config: TrainConfig, run: RunKind) -> LayoutChoice:
     if run is not RunKind.OWNER or (config.layout == "auto" and _scope(config, run) is Scope.GLOBAL):
         return "dense"
     return config.layout
+
+
+def _layouts(
+    config: TrainConfig, run: RunKind, split: SplitModel, uses: Iterable[ParameterUse]
+) -> dict[str, LayoutChoice]:
+    """By tie, what its replicas keep. A frozen one is kept whole: no step would fetch rows of it."""
+    still = {use.name for use in uses if not use.requires_grad}
+    frozen = [tie.name for tie in split.ties if not still.isdisjoint(tie.names)]
+    layout = _layout(config, run)
+    if layout == "rows" and frozen:
+        raise ConfigError(
+            f"--layout rows, and {', '.join(frozen)} is frozen: rows are fetched for a step, and "
+            "it takes none; use --layout auto or dense, which send nothing for it"
+        )
+    return {tie.name: "dense" if tie.name in frozen else layout for tie in split.ties}
+
+
+def _check_sparse(config: TrainConfig, split: SplitModel, uses: Iterable[ParameterUse]) -> None:
+    """Sparse gradients are for SGD alone, as in torch; one that a dense use is added to is dense."""
+    if config.optimizer == "sgd" and config.clip is None:
+        return
+    given = f"--clip {config.clip}" if config.optimizer == "sgd" else f"--optimizer {config.optimizer}"
+    is_sparse = {
+        full_name(f"{name}.weight"): module.sparse
+        for stage in split.stages.values()
+        for name, module in stage.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Embedding)
+    }
+    whole = {use.name for use in uses if use.use is Use.DENSE or not use.requires_grad}
+    tie_of = {name: tie.names for tie in split.ties for name in tie.names}
+    for name in is_sparse:
+        names = tie_of.get(name, (name,))
+        if whole.isdisjoint(names) and all(is_sparse.get(each, False) for each in names):
+            raise ConfigError(
+                f"{given}: {name} is an nn.Embedding with sparse=True, and torch takes sparse gradients "
+                "under sgd without clipping only; leave sparse=True out"
+            )
 
 
 def _uses(split: SplitModel, placement: tuple[int, ...]) -> tuple[ParameterUse, ...]:

@@ -13,7 +13,7 @@ from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.session import RankReport, StepReport
 from piper_owner.executor.source import GPTSource, ModelSource, SplitModel
 from piper_owner.models.gpt import lm_loss
-from piper_owner.stepping import state_bytes
+from piper_owner.stepping import state_bytes, tensor_bytes
 from piper_owner.transport.messages import BytesSent
 
 __all__ = ["ReferenceSession"]
@@ -43,7 +43,7 @@ class ReferenceSession:
             loss += float(share.detach())
         if self._config.clip is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip)
-        grads = sum(tied.grad.nbytes for tied in self._tied if tied.grad is not None)
+        grads = sum(tensor_bytes(tied.grad) for tied in self._tied)
         self._tied_grads = max(self._tied_grads, grads)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
