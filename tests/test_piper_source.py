@@ -48,6 +48,12 @@ def fails(vocab_size):
     sizes = [vocab_size]
     return nn.Embedding(sizes[0], sizes[1])
 
+def leaves(vocab_size):
+    raise SystemExit("done")
+
+def looks(vocab_size):
+    return nn.Linear(2, 2, bias=bool(torch.ones(1).sum() > 0))
+
 class Wrong(nn.Module):
     def __init__(self, vocab_size):
         super().__init__()
@@ -72,9 +78,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "bad_models.py").write_text(BAD)
     (tmp_path / "needs_more.py").write_text("import no_such_package\n")
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "half.py").write_text("def build(vocab_size):\n    return (\n")
     yield str(tmp_path)
-    for name in ("bad_models", "needs_more", "half"):
+    for name in ("bad_models", "needs_more", "ends", "half"):
         sys.modules.pop(name, None)
 
 
@@ -83,7 +90,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     [
         ("no_such_module:build", "there is no module 'no_such_module' in "),
         ("bad_models.inner:build", "bad_models.inner"),
-        ("bad_models:build", "bad_models has no 'build'"),
+        (
+            "bad_models:build",
+            "bad_models has no 'build'; what Python imports by that name is .*bad_models.py",
+        ),
+        ("json:build", r"json has no 'build'; what Python imports by that name is .*json.__init__\.py"),
+        ("ends:build", r"importing it ended the program.* with 3; keep .*__main__"),
+        (
+            "bad_models:leaves",
+            "building the model, first on the meta device.* ended the program.* with 'done'",
+        ),
+        ("bad_models:looks", "building the model, first on the meta device and so without values, failed at"),
         ("bad_models:number", "it is a int, not a function"),
         (
             "bad_models:takes_nothing",
@@ -108,6 +125,18 @@ def test_targets_that_are_refused(folder: str, target: str, words: str) -> None:
 def test_a_target_is_a_module_and_a_function(target: str) -> None:
     with pytest.raises(ConfigError, match="write it as module:function"):
         AnnotatedModel(target=target)
+
+
+@pytest.mark.parametrize("path", ["./models", "../models", "models.py", ".models", "a/models"])
+def test_a_path_is_no_module(path: str) -> None:
+    with pytest.raises(ConfigError, match="is a path; name the module as Python imports it"):
+        AnnotatedModel(target=f"{path}:build")
+
+
+def test_a_signal_while_a_model_is_imported_ends_the_process(folder: str) -> None:
+    (Path(folder) / "ends.py").write_text("raise SystemExit(128 + 15)\n")
+    with pytest.raises(SystemExit):
+        AnnotatedModel(target="ends:build", folder=folder).resolve(CONFIG)
 
 
 def test_outputs_that_are_no_logits_are_refused(folder: str) -> None:

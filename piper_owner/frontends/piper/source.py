@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from piper_owner.frontends.piper.trace import TracedModel, trace
 from piper_owner.ownership import Tie
 
 __all__ = ["AnnotatedModel"]
+
+_SIGNALS: Final = 128
+"""Exit codes above it say which signal ended a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,11 @@ class AnnotatedModel(ModelSource):
 
     def __post_init__(self) -> None:
         module, colon, function = self.target.partition(":")
+        if colon and ("/" in module or "\\" in module or module.startswith(".") or module.endswith(".py")):
+            raise ConfigError(
+                f"--model {self.target}: {module!r} is a path; name the module as Python imports it, with "
+                "dots and without .py, from the folder above it"
+            )
         if not (colon and module and function):
             raise ConfigError(
                 f"--model {self.target}: write it as module:function, such as my_models:build; the function "
@@ -101,11 +110,19 @@ class AnnotatedModel(ModelSource):
                 ) from error
         for name in path.split("."):
             if not hasattr(found, name):
-                raise ConfigError(f"--model {self.target}: {module_name} has no {path!r}")
+                raise ConfigError(
+                    f"--model {self.target}: {module_name} has no {path!r}{_whereabouts(module_name)}"
+                )
             found = getattr(found, name)
         if not callable(found):
             raise ConfigError(f"--model {self.target}: it is a {type(found).__name__}, not a function")
         return found
+
+
+def _whereabouts(module_name: str) -> str:
+    """Which file was imported, in words: another module may bear the name of the user's."""
+    file = getattr(sys.modules[module_name], "__file__", None)
+    return f"; what Python imports by that name is {file or 'built in'}"
 
 
 @functools.lru_cache(maxsize=8)
@@ -132,7 +149,9 @@ def _call(build: Callable[..., object], target: str, vocab: int, dtype: torch.dt
             f"--model {target}: it has to work as {target.partition(':')[2]}(vocab_size={vocab}), and "
             f"{error}; give everything else a default"
         ) from error
-    with _shown(target, "building the model"):
+    is_planned = torch.get_default_device().type == "meta"
+    where = ", first on the meta device and so without values," if is_planned else ""
+    with _shown(target, f"building the model{where}"):
         model = build(vocab_size=vocab)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {target}: it returned a {type(model).__name__}, not an nn.Module")
@@ -146,6 +165,13 @@ def _shown(target: str, what: str) -> Iterator[None]:
         yield
     except InputError:
         raise
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code > _SIGNALS:
+            raise  # this process was told to end
+        raise ConfigError(
+            f"--model {target}: {what} ended the program, by sys.exit or the like, with {error.code!r}; keep "
+            "what a script does under `if __name__ == '__main__':`"
+        ) from error
     except Exception as error:  # whatever the user's code raises is what the user has to see
         line = innermost_line(traceback.extract_tb(error.__traceback__))
         raise ConfigError(
@@ -160,6 +186,7 @@ def _as_split(traced: TracedModel, target: str, expected: tuple[int, ...]) -> Sp
             f"{' and '.join(map(str, traced.outputs))} where logits (batch, sequence, vocabulary) {expected} "
             "are needed"
         )
+    _check_hooks(traced.segments, traced.ties, target)
     _unshare(traced.segments, traced.ties)
     return SplitModel(
         stages=dict(enumerate(traced.segments)),
@@ -168,6 +195,19 @@ def _as_split(traced: TracedModel, target: str, expected: tuple[int, ...]) -> Sp
         tags=traced.tags,
         dense=traced.dense,
     )
+
+
+def _check_hooks(segments: tuple[Segment, ...], ties: tuple[Tie, ...], target: str) -> None:
+    """Refuse gradient hooks of parameters that several segments hold, each a copy without them."""
+    held = [dict(segment.named_parameters(remove_duplicate=False)) for segment in segments]
+    for tie in ties:
+        copies = [names[name] for names in held for name in names.keys() & set(tie.names)]
+        num_holders = sum(not names.keys().isdisjoint(tie.names) for names in held)
+        if num_holders > 1 and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in copies):
+            raise ConfigError(
+                f"--model {target}: {tie.name} has a gradient hook, and {num_holders} regions use it, so "
+                "that no stage sees its whole gradient; take the hook away, or untie the parameter"
+            )
 
 
 def _unshare(segments: tuple[Segment, ...], ties: tuple[Tie, ...]) -> None:
