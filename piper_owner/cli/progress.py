@@ -22,7 +22,7 @@ def show_progress(
     console: Console, config: TrainConfig, runs: Sequence[RunKind]
 ) -> Iterator[Callable[[StepProgress], None]]:
     """Announce the start, and give the function to call after every step."""
-    start = f"training on {config.devices} {'worker' if config.devices == 1 else 'workers'}"
+    start = f"training on {config.num_ranks} {'worker' if config.num_ranks == 1 else 'workers'}"
     if console.is_terminal:
         with _live(console, config, runs) as on_step:
             yield on_step
