@@ -199,6 +199,20 @@ def shape_by_values(m: Model, x: Tensor) -> Tensor:
         return x.sum() + found.shape[0]
 
 
+def maps(m: Model, x: Tensor) -> Tensor:
+    with annotate("PP"):
+        x = m.layer(x)
+    with annotate("PP"):
+        return torch.vmap(torch.sin)(x)
+
+
+def differentiates(m: Model, x: Tensor) -> Tensor:
+    with annotate("PP"):
+        x = m.layer(x)
+    with annotate("PP"):
+        return torch.func.grad(lambda y: y.sin().sum())(x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("body", "line", "words"),
     [
@@ -221,6 +235,12 @@ def shape_by_values(m: Model, x: Tensor) -> Tensor:
             r"max_norm rewrites layer\.weight inside forward, and the PP regions \[0, 1\] use it",
         ),
         (number_crosses, "size = x.sum().item()", "depends on the values of a tensor"),
+        (maps, "return torch.vmap(torch.sin)(x)", "torch.vmap, torch.func.grad and the like"),
+        (
+            differentiates,
+            "return torch.func.grad(lambda y: y.sin().sum())(x)  # type: ignore[no-any-return]",
+            "torch.vmap, torch.func.grad and the like",
+        ),
         (shape_by_values, "found = x.nonzero()", "depends on the values"),
     ],
 )

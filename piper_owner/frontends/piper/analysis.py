@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_owner.errors import TraceError
-from piper_owner.frontends.piper.capture import Captured
+from piper_owner.frontends.piper.capture import Captured, constants_on_meta
 from piper_owner.frontends.piper.source_lines import line_of
 
 __all__ = ["CONTEXTS", "Facts", "analyse", "is_tensor", "is_tensors"]
@@ -32,6 +32,9 @@ CONTEXTS: Final = frozenset(
     }
 )
 """Operations that change how later ones run, and compute nothing."""
+
+_TRANSFORMS: Final = ("torch._functorch", "torch._C._functorch")
+"""The modules of what transforms of functions leave in a graph."""
 
 _STATISTICS: Final[dict[object, int]] = {functional.batch_norm: 5, functional.instance_norm: 5}
 """Functions that write their arguments 1 and 2 if the argument at this place is true."""
@@ -67,14 +70,37 @@ class Facts:
 def analyse(captured: Captured) -> Facts:
     """Run the graph of `captured` on tensors without memory. Local.
 
-    Raises TraceError for an operation whose result depends on values, such as `.item()`.
+    Raises TraceError for an operation whose result depends on values, such as `.item()`, and for
+    transforms of functions.
     """
     facts = Facts()
-    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode() as mode, _grad_mode_kept():
+    _refuse_transforms(captured)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        mode = stack.enter_context(FakeTensorMode())
+        stack.enter_context(_grad_mode_kept())
+        if any(value.is_meta for value in captured.tensors.values()):
+            stack.enter_context(constants_on_meta())
         runner = _Runner(captured, facts, mode)
         placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
         runner.run(*(mode.from_tensor(captured.tensors[node]) for node in placeholders))
     return facts
+
+
+def _refuse_transforms(captured: Captured) -> None:
+    """In a graph they are switches of the process, to and fro, around tensors without memory of their own."""
+    calls = [node for node in captured.graph.nodes if node.op == "call_function"]
+    found = [
+        node for node in calls if (getattr(node.target, "__module__", None) or "").startswith(_TRANSFORMS)
+    ]
+    if found:
+        # The first of them may be switches, for which torch tells no line.
+        node = next((node for node in found if node.meta.get("stack_trace")), found[0])
+        raise TraceError(
+            f"{line_of(node)}: torch.vmap, torch.func.grad and the like cannot be cut into stages; write "
+            "the batch dimension out (broadcasting, einsum), and leave gradients to the training loop"
+        )
 
 
 @contextlib.contextmanager

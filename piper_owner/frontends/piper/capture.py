@@ -16,17 +16,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import fake_tensor_tls
 
 from piper_owner.errors import TraceError
 from piper_owner.frontends.piper.annotation import Entry, innermost_line, recording
 
-__all__ = ["ONE_AT_A_TIME", "Captured", "capture"]
+__all__ = ["ONE_AT_A_TIME", "Captured", "capture", "constants_on_meta"]
 
 ONE_AT_A_TIME: Final = threading.Lock()
 """For tracing, and for drawing the values of a model. Ranks may be threads of one process, and Dynamo keeps
 what it annotates in a variable of the process, and puts the state of random numbers back when it is done."""
 
 _FAKE_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
+_USAGE_LOG: Final = torch._C._log_api_usage_once
+"""What making a module, such as a slice of a ModuleList, leaves in a graph; it computes nothing."""
 _REMEDY: Final = (
     "A pipeline stage is one fixed graph: let forward branch on shapes and settings, not on the values of "
     "tensors (torch.where chooses by value), and keep printing and the like out of it"
@@ -73,6 +76,7 @@ def capture(model: nn.Module, inputs: Sequence[Tensor], tag: str) -> Captured:
         stack.enter_context(torch.enable_grad())
         if on_meta:  # tensors that forward makes from nothing have to be there too
             stack.enter_context(torch.device("meta"))
+            stack.enter_context(constants_on_meta())
         stack.enter_context(torch._dynamo.config.patch(allow_rnn=True))
         backend = _Backend()
         traced = torch.compile(_fresh_call(model), backend=backend, fullgraph=True, dynamic=False)
@@ -109,6 +113,8 @@ class _Backend:
         self._tokens: list[Tensor] = []
 
     def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., list[Tensor]]:
+        for node in module.graph.find_nodes(op="call_function", target=_USAGE_LOG):
+            module.graph.erase_node(node)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.module = module
         self.tensors = dict(zip(placeholders, examples, strict=True))
@@ -221,6 +227,17 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
             f"the forward of {type(model).__name__} stores a tensor in {', '.join(stored)}; a stage hands on "
             "only what forward returns: return it, or write into a buffer in place"
         )
+
+
+@contextlib.contextmanager
+def constants_on_meta() -> Iterator[None]:
+    """Let a trace take what `torch.tensor` makes on the meta device, for which torch makes no fake."""
+    before = fake_tensor_tls.allow_non_fake_inputs_override
+    fake_tensor_tls.allow_non_fake_inputs_override = True
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from piper_owner.frontends.piper.analysis import Facts
 from piper_owner.frontends.piper.capture import Captured
 from piper_owner.frontends.piper.naming import ParameterUse, Uses, lookup_of, sources_of_ids
 from piper_owner.frontends.piper.regions import Split
+from piper_owner.frontends.piper.source_lines import line_of
 
 __all__ = ["Wiring", "wire"]
 
@@ -37,7 +38,7 @@ def wire(captured: Captured, facts: Facts, split: Split) -> tuple[tuple[Wiring, 
     """The wiring of all segments, and their ports. Local.
 
     The last segment gives the outputs of the model, and hands on those that an earlier one makes.
-    Raises TraceError for a region whose values nobody uses.
+    Raises TraceError for a region whose values nobody uses, and for complex values that cross.
     """
     segments = tuple(Wiring(number=number) for number in range(len(split.regions)))
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
@@ -45,6 +46,7 @@ def wire(captured: Captured, facts: Facts, split: Split) -> tuple[tuple[Wiring, 
         wanted = list(captured.outputs) if segment is segments[-1] else []
         _collect(segment, wanted, captured, split, order)
     _connect(segments, captured, split, order)
+    _check_dtypes(segments, facts, split)
     for segment in segments:
         segment.uses.extend(_uses_of(segment, captured, facts))
         if not segment.outputs:
@@ -100,6 +102,20 @@ def _connect(
             segment.inputs.extend(sorted(captured.inputs, key=captured.inputs.__getitem__)[:1])
     for segment in segments[:-1]:
         segment.outputs.sort(key=order.__getitem__)
+
+
+def _check_dtypes(segments: Sequence[Wiring], facts: Facts, split: Split) -> None:
+    """Complex numbers stay inside a stage: a message has no word for them, nor do they get a gradient."""
+    for segment in segments:
+        for node in segment.inputs:
+            region, value = split.region_of.get(node), facts.values[node]
+            if region is not None and isinstance(value, torch.Tensor) and value.is_complex():
+                dtype = str(value.dtype).removeprefix("torch.")
+                raise TraceError(
+                    f"{line_of(node)}: {split.tag} region {segment.number} takes a {dtype} tensor that "
+                    f"region {region} makes; between stages go real numbers: hand on torch.view_as_real "
+                    "of it, and take torch.view_as_complex of that"
+                )
 
 
 def _check_tensors(captured: Captured, facts: Facts) -> None:
