@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from piper_owner.errors import (
+    CheckpointError,
     ConfigError,
     DagError,
     DagParseError,
@@ -58,6 +59,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DagError",
     "DagParseError",
@@ -96,6 +98,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "checkpoint":  # as in `piper_owner.checkpoint.save(...)`
+        return importlib.import_module("piper_owner.checkpoint")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

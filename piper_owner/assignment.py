@@ -74,8 +74,10 @@ class Ownership:
         """Stages of torch.distributed.pipelining on this rank, as far as they were given."""
         self.unscaled: dict[int, int] = {}
         """By stage, the microbatches by which a later pass of its schedule is to divide its gradients."""
+        self.names: NameMap | None = None
+        """From names in the stages to those in the full model, as `assign_owners` was given them."""
         self._is_closed = False
-        self._agreement = agreement
+        self.agreement = agreement
         self._is_scaling_checked = False
         self.step = 0
         """Optimizer steps taken so far; every message carries it."""
@@ -98,9 +100,9 @@ class Ownership:
         """
         self.refuse_closed()
         with in_call(call):
-            everyone = self._agreement.everyone(work)
+            everyone = self.agreement.everyone(work)
         check_alike(everyone)
-        return everyone[self._agreement.index]
+        return everyone[self.agreement.index]
 
     def agree_on(self, where: str, check: Callable[[], None]) -> None:
         """Raise an InputError of `check` on one rank on all, of all pipelines, at the price of one sum over
@@ -130,11 +132,11 @@ class Ownership:
 
         Raises MessageMismatchError on every rank unless all of them are in the same step.
         """
-        return self._agreement.combine(value, self.step, largest=largest)
+        return self.agreement.combine(value, self.step, largest=largest)
 
     def combine_pipelines(self, value: float, *, largest: bool = False) -> float:
         """The same over this rank of every pipeline of `dp_group`; `value` itself without one."""
-        return self._agreement.combine_pipelines(value, self.step, largest=largest)
+        return self.agreement.combine_pipelines(value, self.step, largest=largest)
 
     def combine_power(
         self, own: float, of_ties: float, *, largest: bool, groups: Sequence[dist.ProcessGroup]
@@ -203,7 +205,7 @@ class Ownership:
         except BaseException as error:
             self.report(f"the check of replicas after step {self.step}", error)
             raise
-        everyone = self._agreement.everyone(lambda: json.dumps(differences))
+        everyone = self.agreement.everyone(lambda: json.dumps(differences))
         for pipeline, answers in enumerate(everyone):
             for rank, answer in enumerate(answers):
                 for name, (inside, across) in json.loads(answer).items():
@@ -282,7 +284,7 @@ class Ownership:
             error.args = (f"{where}: {error}",)  # an agreement of all ranks does not know its purpose
         first = (str(error).splitlines() or [""])[0]
         if self.exchange.side is not None:
-            where = f"{where} of pipeline {self._agreement.index}"
+            where = f"{where} of pipeline {self.agreement.index}"
         self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
         self.abandon()
 
@@ -306,7 +308,7 @@ class Ownership:
     def abandon(self) -> None:
         """Close the lines at once, so that every peer that waits for this rank fails. Local."""
         self.exchange.close()
-        self._agreement.close()
+        self.agreement.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -407,8 +409,7 @@ def assign_over(
     that is called once, where an error of it reaches all ranks. A `timeout` is
     checked, but the fabric's counts."""
     rank, world_size = fabric.rank, fabric.world_size
-    everyone = fabric.group(tuple(range(world_size)), "agreement") if world_size > 1 else None
-    agreement = Agreement(everyone, rank)
+    agreement = Agreement.over(fabric)
     numbered: dict[int, torch.nn.Module] = {}
     listed: list[Stage] = []
     sides: list[SideGroup] = []
@@ -443,6 +444,7 @@ def assign_over(
     if sides:
         _note_averages(plan, tied, numbered, averaged)
     ownership = _connect(plan, tied, listed, fabric, agreement, sides, chunk_bytes=chunk_bytes)
+    ownership.names = names
     keep_rows(numbered, tied, rank, has_group=bool(sides))
     return ownership
 

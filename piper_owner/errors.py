@@ -30,6 +30,7 @@ Each message says what happened, to which parameter, rank and stage, and what to
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DagError",
     "DagParseError",
@@ -82,6 +83,10 @@ class RowIndexError(InputError, IndexError):
 
 class DataError(InputError):
     """The text to train on is missing, empty, binary or too short."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing or damaged, does not fit the model, or cannot be written."""
 
 
 class TraceError(InputError):

@@ -75,7 +75,7 @@ def agree_beside(
         return json.dumps({"rank": fabric.rank, "plan": plans[0].to_dict()}, sort_keys=True)
 
     _check_members([json.loads(text) for text in together(group, side.rank, show, who="pipeline")])
-    agreement.widen(group, side.rank)
+    agreement.widen(group, side)
     return plans[0]
 
 

@@ -8,6 +8,7 @@ import sys
 import piper_owner
 
 EXPORTED = [
+    "CheckpointError",
     "ConfigError",
     "DagError",
     "DagParseError",

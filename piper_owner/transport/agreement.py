@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ import torch
 
 from piper_owner import errors
 from piper_owner.errors import ExchangeError, MessageMismatchError, PiperOwnerError
-from piper_owner.transport.base import Group
+from piper_owner.transport.base import Fabric, Group
 
 __all__ = ["Agreement", "combine", "gather_texts", "in_call", "together"]
 
@@ -118,10 +119,38 @@ class Agreement:
         self.side: Group | None = None
         self.index = 0
         """This rank's pipeline."""
+        self.background: threading.Thread | None = None
+        """What these ranks do meanwhile, over another agreement (`again`)."""
+        self._fabric: Fabric | None = None
+        self._side_fabric: Fabric | None = None
+        self._second: Agreement | None = None
 
-    def widen(self, side: Group, index: int) -> None:
-        """From now on agree with the other pipelines too."""
-        self.side, self.index = side, index
+    @classmethod
+    def over(cls, fabric: Fabric, purpose: str = "agreement") -> Agreement:
+        """That of all ranks of `fabric`, which is one pipeline. Collective."""
+        ranks = tuple(range(fabric.world_size))
+        made = cls(fabric.group(ranks, purpose) if len(ranks) > 1 else None, fabric.rank)
+        made._fabric = fabric
+        return made
+
+    def widen(self, side: Group, fabric: Fabric) -> None:
+        """From now on agree with the other pipelines too, over `side`, a group of all of `fabric`."""
+        self.side, self.index, self._side_fabric = side, fabric.rank, fabric
+
+    def again(self, purpose: str) -> Agreement:
+        """A second one of the same ranks, over groups of its own, for another thread; always the same one.
+
+        Collective where it is made: at the first call.
+        """
+        if self._second is None:
+            made = (
+                Agreement(None, self.rank) if self._fabric is None else Agreement.over(self._fabric, purpose)
+            )
+            side = self._side_fabric
+            if side is not None:
+                made.widen(side.group(tuple(range(side.world_size)), purpose), side)
+            self._second = made
+        return self._second
 
     def everyone(self, work: Callable[[], str]) -> list[list[str]]:
         """`work()` of every rank, by pipeline and rank; an error on one is raised on all. Collective."""
@@ -149,3 +178,5 @@ class Agreement:
         for group in (self.group, self.side):
             if group is not None:
                 group.close()
+        if self._second is not None:
+            self._second.close()
