@@ -1,9 +1,9 @@
-"""What every test shares: the `--all` option and the machine's limits."""
+"""What every test shares: the `--all` option, the machine's limits, and tables at the end."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +12,8 @@ from piper_owner.runtime import environment
 
 if TYPE_CHECKING:
     from ranks import RankPool
+
+TABLES = pytest.StashKey[dict[str, Callable[[], str]]]()
 
 
 def pytest_configure() -> None:
@@ -40,6 +42,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an accelerator")
+
+
+@pytest.fixture(scope="session")
+def show_at_end(pytestconfig: pytest.Config) -> Callable[[str, Callable[[], str]], None]:
+    """Call it with a title and what gives a text: that is printed below the results of the tests."""
+
+    def show(title: str, text: Callable[[], str]) -> None:
+        pytestconfig.stash.setdefault(TABLES, {})[title] = text
+
+    return show
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for title, text in config.stash.get(TABLES, {}).items():
+        terminalreporter.section(title)
+        terminalreporter.write_line(text())
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.rank import RankExecutor
-from piper_owner.executor.recording import RankRecord, Recorder, Recording, align_clocks
+from piper_owner.executor.recording import RankRecord, Recorder, Recording, StepObserver, align_clocks
 from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.models.gpt import lm_loss
 from piper_owner.ownership import Scope
@@ -109,6 +109,14 @@ class RankSession:
         seconds = time.perf_counter() - start
         sent = self._executor.take_tied_bytes_sent()
         return StepReport(loss=loss / self._config.dp, seconds=seconds, bytes_sent=sent)
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Run each action of the steps from now on in `observer.around`; None ends it. Local.
+
+        For tests that plant faults, and tools of one's own; without one a step pays nothing. `record` has
+        an observer of its own.
+        """
+        self._executor.observer = observer
 
     def record(self, recording: Recording) -> None:
         """Record the steps that `recording` asks for. Local; before the first of them."""
