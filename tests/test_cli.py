@@ -17,6 +17,7 @@ from ray_jobs import SMALL, job
 from rich.console import Console
 
 from piper_owner.cli import main
+from piper_owner.cli.checkpoint_options import CheckpointOptions
 from piper_owner.cli.options import TrainOptions, build_parser, read
 from piper_owner.cli.progress import show_progress
 from piper_owner.cli.render import loss_tolerance, print_result, verdict
@@ -97,6 +98,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
+        *("--checkpoint", str(tmp_path), "--every", "3", "--resume"),
     )
     config = TrainConfig(
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
@@ -114,6 +116,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         text=Path("some/text"),
         json=Path("out.json"),
         address="h:1",
+        checkpoint=CheckpointOptions(path=tmp_path, every=3, resume=True),
     )
 
 
@@ -134,11 +137,31 @@ def test_help_explains_every_option_within_80_columns(
     names = {field.name for field in fields(TrainConfig)} - {"timeout_seconds", "program"}
     shown = text.partition("options:")[2]
     pictures = ("report", "trace", "trace-steps", "profile")
-    for name in (*names, "timeout", "text", "compare", "json", "address", "directives", *pictures):
+    for name in (
+        *names,
+        "timeout",
+        "text",
+        "compare",
+        "json",
+        "address",
+        "directives",
+        *pictures,
+        "checkpoint",
+        "every",
+        "resume",
+    ):
         assert f"--{name.replace('_', '-')} " in shown
-    for heading in ("pipeline:", "model:", "training:", "data:", "comparison and output:", "cluster:"):
+    for heading in (
+        "pipeline:",
+        "model:",
+        "training:",
+        "data:",
+        "comparison and output:",
+        "checkpoints:",
+        "cluster:",
+    ):
         assert heading in text
-    assert shown.count("(default") == len(names) + 10
+    assert shown.count("(default") == len(names) + 13
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +178,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--vocab", "255"], "at least 256"),
         (["--json", "no/such/folder/out.json"], "the folder no/such/folder does not exist"),
         (["--json", "."], "this is a folder"),
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--every", "2"], "--every needs --checkpoint DIR"),
+        (["--checkpoint", "run", "--every", "0"], "--every 0: at least 1 step is needed"),
+        (["--checkpoint", "no/such/folder/run"], "the folder no/such/folder does not exist"),
+        (["--checkpoint", "README.md"], "this is a file"),
+        (["--checkpoint", "no-run-here", "--resume"], "no-run-here does not exist: there is no checkpoint"),
         (["--compare", "naive,magic"], "--compare magic: choose among reference, naive, allreduce"),
         (["--compare", "owner"], "the owner run is always there"),
         (["--owner", "middle"], "--owner middle: choose auto, first, last, or the number of a rank"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from piper_owner.cli.bench_options import add_bench
+from piper_owner.cli.checkpoint_options import CheckpointOptions, add_checkpoint, read_checkpoint
 from piper_owner.cli.plan_options import add_plan
 from piper_owner.cli.programs import read_program
 from piper_owner.cli.trace_options import PictureOptions, add_pictures, read_pictures
@@ -53,6 +54,8 @@ examples:
       compare to the last bits, and keep the figures
   piper-owner train --trace trace.json --report report.html
       see each rank's steps in ui.perfetto.dev, and the run as one page
+  piper-owner train --checkpoint run --every 10
+      keep the run; later --resume goes on from there, also on other stages
   piper-owner train --layout dense
       both devices keep a working copy; the embedding's owns it
   piper-owner train --model my_models:build --directives schedule.json
@@ -76,6 +79,7 @@ class TrainOptions:
     json: Path | None = None
     address: str | None = None
     pictures: PictureOptions = field(default_factory=PictureOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_training(train)
     _add_data(train)
     _add_output(train)
+    add_checkpoint(train)
     add_pictures(train)
     _add_cluster(train)
     add_plan(commands)
@@ -123,6 +128,7 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
         json=arguments.json,
         address=arguments.address,
         pictures=read_pictures(arguments),
+        checkpoint=read_checkpoint(arguments),
     )
     if options.json is not None:
         _check_output(options.json)

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from piper_owner.checkpoint import read_index
 from piper_owner.cli.models import model_source
 from piper_owner.cli.options import TrainOptions
 from piper_owner.cli.output import cache_folder, write_json, write_text
@@ -33,6 +35,9 @@ from piper_owner.runtime import environment
 from piper_owner.runtime.address import check_address
 from piper_owner.tracing.chrome import format_trace
 
+if TYPE_CHECKING:
+    from piper_owner.runtime import driver
+
 __all__ = ["run", "write_json"]
 
 
@@ -49,6 +54,8 @@ def run(options: TrainOptions) -> int:
     for kind in (RunKind.OWNER, *options.compare):
         if kind is not RunKind.REFERENCE:
             plan_run(options.config, kind, source)
+    if options.checkpoint.path is not None and options.checkpoint.resume:
+        read_index(options.checkpoint.path)
     text, tokens = _read_tokens(options)
     if options.pictures.profile is not None:
         with _writing("--profile", options.pictures.profile):
@@ -94,6 +101,13 @@ def _recording(options: TrainOptions) -> Recording | None:
     return Recording(first_step=first, profile=pictures.profile is not None)
 
 
+def _keeping(options: TrainOptions) -> driver.Keeping | None:
+    from piper_owner.runtime.driver import Keeping
+
+    asked = options.checkpoint
+    return None if asked.path is None else Keeping(path=asked.path, every=asked.every, resume=asked.resume)
+
+
 def _read_tokens(options: TrainOptions) -> tuple[str, NDArray[np.int32]]:
     """Where the text comes from, and its tokens; checked to be enough for one sequence."""
     text = read_text(options.text)
@@ -124,4 +138,5 @@ def _train(
             address=options.address,
             on_step=on_step,
             recording=_recording(options),
+            keeping=_keeping(options),
         )

@@ -376,6 +376,15 @@ class RankExecutor:
         sent += self._tied_sent.total + sum(line.sent.total for line in lines)
         return sent, received + sum(line.received.total for line in lines)
 
+    def resume(self, step: int) -> None:
+        """Go on from `step`: the owners have loaded their values, and every copy becomes that. Collective."""
+        with self._reporting("the load of a checkpoint"):
+            self.exchange.flush()
+            self.exchange.share_values(warn=False, from_owner=True)
+            self.exchange.fetching.forget()
+            self.exchange.take_bytes_sent()
+            self.step = step
+
     def flush(self) -> None:
         """Wait until the peers have all that was sent."""
         self.exchange.flush()

@@ -114,19 +114,23 @@ def collect_run(
     steps: Sequence[Mapping[int, StepReport]],
     reports: Mapping[int, RankReport],
     weights: Weights,
+    *,
+    before: Sequence[float] = (),
 ) -> RunResult:
     """The result of a run from what its ranks reported, step by step and at the end.
 
     A batch loss is the sum of its ranks' shares, in ascending order of rank. Bytes are those of
-    the last step. Ranks of the config that took no part get zeros.
+    the last step. Ranks of the config that took no part get zeros. `before` are the losses of the steps
+    before a checkpoint from which the run went on; there may be no others.
     """
     ranks = range(config.num_ranks)
-    seconds = statistics.median(max(report.seconds for report in step.values()) for step in steps)
+    slowest = [max(report.seconds for report in step.values()) for step in steps]
+    seconds = statistics.median(slowest) if slowest else 0.0
     idle = tuple(rank for rank in ranks if rank not in reports)
-    last = steps[-1]
+    last = steps[-1] if steps else {}
     return RunResult(
         kind=kind,
-        losses=tuple(batch_loss(step) for step in steps),
+        losses=(*before, *(batch_loss(step) for step in steps)),
         seconds_per_step=seconds,
         tokens_per_second=config.tokens_per_step / seconds if seconds > 0 else 0.0,
         bytes_sent_per_step={rank: last[rank].bytes_sent if rank in last else BytesSent() for rank in ranks},

@@ -11,6 +11,7 @@ from torch import Tensor
 from piper_owner.data.batches import Batch
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.keeping import Keeper
 from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.rank import RankExecutor
@@ -91,6 +92,8 @@ class RankSession:
             clip=config.clip,
             copies=run is not RunKind.OWNER,
         )
+        self.keeper = Keeper(self._executor, tuple(self._modules.values()), plan.ownership, fabric)
+        """Saves and loads this run, which is to be that of the owner."""
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         # Gradients are averaged over the pipelines: so that the mean is that of all tokens, wherever
@@ -108,6 +111,7 @@ class RankSession:
         loss = self._executor.train_step(ids.unbind(0), labels.unbind(0))
         seconds = time.perf_counter() - start
         sent = self._executor.take_tied_bytes_sent()
+        self.keeper.note(loss / self._config.dp)
         return StepReport(loss=loss / self._config.dp, seconds=seconds, bytes_sent=sent)
 
     def observe(self, observer: StepObserver | None) -> None:
@@ -175,6 +179,7 @@ class RankSession:
 
     def close(self) -> None:
         """Finish all sends and close every line. Twice is fine."""
+        self.keeper.close()
         self._executor.close()
 
 

@@ -85,6 +85,18 @@ class RankHost:
         assert isinstance(session, RankSession), "the reference runs no TrainingDAG"
         return session.take_record()
 
+    def save(self, path: str, facts: dict[str, object]) -> None:
+        """Save the owner run into the folder `path`. Collective."""
+        session = self._live()
+        assert isinstance(session, RankSession), "the reference is not kept"
+        session.keeper.save(path, facts)
+
+    def load(self, path: str) -> None:
+        """Go on from the checkpoint in `path`. Collective; before the first step."""
+        session = self._live()
+        assert isinstance(session, RankSession), "the reference is not kept"
+        session.keeper.load(path)
+
     def check(self) -> bool:
         """Whether all replicas hold their owner's value, bit for bit. Collective."""
         session = self._live()

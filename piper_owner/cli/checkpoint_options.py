@@ -1,0 +1,65 @@
+"""The options of `piper-owner train` that keep a run on disk. It needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from piper_owner.errors import ConfigError
+
+__all__ = ["CheckpointOptions", "add_checkpoint", "read_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """Where to keep the owner run (None: nowhere), how often, and whether to go on from what is there."""
+
+    path: Path | None = None
+    every: int | None = None
+    resume: bool = False
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of `train`."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="keep the owner run in this folder, as one copy for any stages, devices, owner and layout; all "
+        "machines must see it (default: none)",
+    )
+    group.add_argument(
+        "--every",
+        type=int,
+        default=None,
+        metavar="N",
+        help="save after every N steps, and at the end (default: only at the end)",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in --checkpoint to --steps, with the same losses as without a break "
+        "(default: start anew, in a folder without one)",
+    )
+
+
+def read_checkpoint(arguments: argparse.Namespace) -> CheckpointOptions:
+    """What the parsed arguments ask for. Raises ConfigError for what contradicts itself, or no folder."""
+    options = CheckpointOptions(path=arguments.checkpoint, every=arguments.every, resume=arguments.resume)
+    if options.every is not None and options.every < 1:
+        raise ConfigError(f"--every {options.every}: at least 1 step is needed")
+    if options.path is None:
+        for name, given in (("--every", options.every is not None), ("--resume", options.resume)):
+            if given:
+                raise ConfigError(f"{name} needs --checkpoint DIR, the folder to keep the run in")
+        return options
+    if options.path.exists() and not options.path.is_dir():
+        raise ConfigError(f"--checkpoint {options.path}: this is a file; give the name of a folder")
+    if not options.path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--checkpoint {options.path}: the folder {options.path.parent} does not exist; make it first"
+        )
+    return options
