@@ -125,7 +125,8 @@ def case_of(layout: LayoutChoice, mode: str, rank: int, label: str, what: str, a
     fault = Fault(
         kind=kinds[what] if what in kinds else FaultKind(what),
         rank=rank,
-        step=draw.randrange(STEPS - 1),  # a step follows, so that a rank that is gone is missed
+        # A step follows, so that a rank that is gone is missed; two where only the next one shows the fault.
+        step=draw.randrange(STEPS - 1 - (what == "repeat")),
         action=draw.choice(actions),
         seconds=SHORT.total_seconds() + 1.5 if what == "stop" else 0.7,
         byte=draw.randrange(200),
