@@ -42,7 +42,7 @@ from piper_owner.stages import (
     scale_shared_once,
 )
 from piper_owner.tied import TiedParameter, refuse_replaced
-from piper_owner.transport import Fabric, Failure, Line
+from piper_owner.transport import Fabric, Line
 from piper_owner.transport.agreement import Agreement, in_call
 from piper_owner.uniting import tie_here
 
@@ -282,10 +282,9 @@ class Ownership:
         """What `reporting` does with an error. Local."""
         if isinstance(error, ExchangeError) and f"step {self.step}" not in str(error):
             error.args = (f"{where}: {error}",)  # an agreement of all ranks does not know its purpose
-        first = (str(error).splitlines() or [""])[0]
         if self.exchange.side is not None:
             where = f"{where} of pipeline {self.agreement.index}"
-        self.board.report(Failure(rank=self.rank, where=where, error=f"{type(error).__name__}: {first}"))
+        self.board.report_error(self.rank, where, error)
         self.abandon()
 
     def close(self) -> None:

@@ -128,6 +128,9 @@ class MisorderedMessageError(DryRunError):
 class ExchangeError(PiperOwnerError, RuntimeError):
     """The tied sync failed while running."""
 
+    awaited: tuple[int, ...] = ()
+    """The ranks for which this one waited in vain; none where it failed by itself."""
+
 
 class MessageMismatchError(ExchangeError):
     """A message arrived that is not the one expected (tie, step, shape, dtype or chunk)."""

@@ -63,7 +63,8 @@ def agree_beside(
             raise failures[0]
         return plans[0]
     side = sides[0].fabric
-    fabric.board = side.board = Boards(fabric.board, side.board)
+    # Each with its own first: they number their ranks differently.
+    fabric.board, side.board = Boards(fabric.board, side.board), Boards(side.board, fabric.board)
     try:
         group = side.group(tuple(range(side.world_size)), "agreement")
     except ExchangeError as error:

@@ -42,6 +42,8 @@ STEPS: Final = 3
 WAITED_OUT: Final = ("stop", "drop", "repeat")
 SHORT: Final = timedelta(seconds=3)
 """The timeout where it is what ends the run; all else ends long before one of 20 s."""
+OPENING: Final = timedelta(seconds=20)
+"""What opening a line may take: many of them take a busy machine longer than a step."""
 LIMIT: Final = 5.0
 """How many seconds after a fault the last of the others has ended."""
 TOKENS: Final = np.random.default_rng(0).integers(0, 256, 4000).astype(np.int32)
@@ -128,7 +130,7 @@ def case_of(layout: LayoutChoice, mode: str, rank: int, label: str, what: str, a
         # A step follows, so that a rank that is gone is missed; two where only the next one shows the fault.
         step=draw.randrange(STEPS - 1 - (what == "repeat")),
         action=draw.choice(actions),
-        seconds=SHORT.total_seconds() + 1.5 if what == "stop" else 0.7,
+        seconds=SHORT.total_seconds() + 2.5 if what == "stop" else 0.7,
         byte=draw.randrange(200),
         parameter=(TIE, "blocks.1.mlp.expand.bias", "head.weight")[rank],
     )
@@ -217,6 +219,7 @@ def run_rank(fabric: Fabric, case: Case) -> Outcome:
     outcome = Outcome()
     assert isinstance(fabric, GlooFabric)
     store = fabric._store
+    fabric.opening = OPENING
     try:
         _train(fabric, case, outcome, lambda at: store.set("fault", repr(at)))
     except Exception as error:  # it is what the test is about
@@ -331,6 +334,10 @@ def wrong_words(case: Case, rank: int, outcome: Outcome) -> list[str]:
     failed = f"rank {fault.rank} failed first, at {fault.action} of step {fault.step}"
     if case.what == "raise" and failed not in text:
         missing.append("the rank, action and step of the fault")
+    if case.what == "stop" and not text.endswith(f"rank {fault.rank} has reported nothing"):
+        missing.append("the rank that has stopped")
+    if case.what == "drop" and not re.search(rf"\branks? (?:\d+, )*{fault.rank}\b", text):
+        missing.append("the rank that has dropped a message")
     return missing
 
 

@@ -373,7 +373,7 @@ def test_a_peer_that_dies_is_an_error_at_once(ranks: Ranks, what: str, reports: 
     direction = "from rank 0 to rank 1" if what == "send" else "from rank 1 to rank 0"
     assert text.startswith(f"weights of 'embed.weight' {direction}, step 7: rank 0 lost rank 1 (")
     cause = "rank 1 failed first, at 1B3 of step 7: ValueError: lr is NaN"
-    assert text.endswith(cause if reports else "no rank has reported an error")
+    assert text.endswith(cause if reports else "; rank 1 has reported nothing")
 
 
 def _third_rank(fabric: Fabric) -> tuple[str, str, float] | None:
@@ -402,6 +402,36 @@ def test_a_third_rank_names_the_cause_too(ranks: Ranks) -> None:
         assert f"rank {rank} lost rank {peer}" in text
         assert text.endswith("; rank 1 failed first, at 1F0 of step 0: MemoryError: no more")
         assert seconds < PATIENT / 2
+
+
+_HELD: list[Channel] = []
+"""The ends of a rank that has stopped: nobody closes them."""
+
+
+def _in_a_row(fabric: Fabric) -> tuple[str, str, float] | None:
+    """3 waits for 2, which waits for 1, which waits a short time for 0, which does nothing."""
+    below = fabric.channel(fabric.rank - 1, "pair") if fabric.rank > 0 else None
+    above = fabric.channel(fabric.rank + 1, "pair") if fabric.rank < 3 else None
+    if below is None:
+        assert above is not None
+        _HELD.append(above)
+        return None
+    if fabric.rank == 1:
+        below.timeout = timedelta(seconds=SHORT)
+    result = failing(lambda: await_signal(below))
+    if above is not None:
+        above.close()
+    return result
+
+
+def test_ranks_that_wait_in_a_row_name_the_last_one(ranks: Ranks) -> None:
+    results = ranks.survivors(4, _in_a_row)
+    assert sorted(results) == [1, 2, 3]
+    for kind, text, seconds in results.values():
+        assert kind in ("PeerTimeoutError", "PeerLostError")
+        assert text.endswith("; rank 0 has reported nothing"), text
+        assert seconds < PATIENT / 2
+    assert "; rank 2 waited for rank 1; rank 1 waited for rank 0; " in results[3][1]
 
 
 def _opens_too_late(fabric: Fabric) -> tuple[str, str, float] | None:

@@ -51,7 +51,7 @@ from piper_owner.stages import named_places
 from piper_owner.stepping import ParameterStepper
 from piper_owner.tied import TiedParameter
 from piper_owner.ties import unite
-from piper_owner.transport.base import Fabric, Failure, Group
+from piper_owner.transport.base import Fabric, Group
 from piper_owner.transport.messages import BytesSent, Line
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "RankExecutor"]
@@ -411,11 +411,7 @@ class RankExecutor:
         try:
             yield
         except BaseException as error:
-            first = str(error).splitlines()[0] if str(error) else ""
-            name = type(error).__name__
-            self._fabric.board.report(
-                Failure(rank=self._fabric.job_rank, where=where, error=f"{name}: {first}")
-            )
+            self._fabric.board.report_error(self._fabric.job_rank, where, error)
             self._abandon()
             if isinstance(error, ExchangeError):
                 error.args = (f"{where}: {error.args[0]}",)

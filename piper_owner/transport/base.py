@@ -8,20 +8,23 @@ passes the same contract tests, `tests/test_transport.py`:
   twice is the same as once;
 - when one end closes, every wait of the other end that needs it fails at once;
 - a wait that fails closes its end, so that the other end need not run out of time too;
-- a wait that fails says which two ranks, and what the first failing rank reported, if any did.
+- a wait that fails says which ranks, and what the first failing rank reported, or, where no rank has
+  failed by itself, who waited for whom, and who has said nothing (see `cause`).
 """
 
 from __future__ import annotations
 
 import abc
 import json
+import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 
-from piper_owner.errors import PeerLostError, PeerTimeoutError
+from piper_owner.errors import ExchangeError, PeerLostError, PeerTimeoutError
 
 __all__ = [
     "Board",
@@ -32,10 +35,17 @@ __all__ = [
     "Group",
     "Work",
     "cause",
+    "closed_here",
     "lost",
     "others",
     "timed_out",
+    "waited",
 ]
+
+_GRACE: Final = timedelta(seconds=0.5)
+"""How long a wait that failed gives the others to say why."""
+_POLL: Final = timedelta(seconds=0.05)
+_MOST_SHOWN: Final = 4
 
 
 class Work(Protocol):
@@ -48,11 +58,15 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Who failed first, where, and why."""
+    """Which rank failed, where, and why.
+
+    A rank failed by itself if it waited for nobody; otherwise `awaited` are the ranks that it waited for.
+    """
 
     rank: int
     where: str
     error: str
+    awaited: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""
@@ -62,39 +76,75 @@ class Failure:
     def from_json(cls, text: str) -> Failure:
         """The failure written by `to_json`."""
         fields = json.loads(text)
-        return cls(rank=int(fields["rank"]), where=str(fields["where"]), error=str(fields["error"]))
+        return cls(
+            rank=int(fields["rank"]),
+            where=str(fields["where"]),
+            error=str(fields["error"]),
+            awaited=tuple(map(int, fields["awaited"])),
+        )
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The rank and those that it waited for."""
+        return frozenset((self.rank, *self.awaited))
 
     def __str__(self) -> str:
+        if self.awaited:
+            return f"rank {self.rank} waited for {others(self.awaited, self.rank)}"
         return f"rank {self.rank} failed first, at {self.where}: {self.error}"
 
 
 class Board(abc.ABC):
-    """A place all ranks can read where the first failing rank writes who, where and why."""
+    """A place all ranks can read where failing ranks write who, where and why."""
 
     @abc.abstractmethod
     def report(self, failure: Failure) -> None:
-        """Write `failure` unless somebody wrote before. Never raises for a lost store."""
+        """Write `failure` down. Never raises for a lost store.
+
+        Of the failures of ranks that waited for nobody only the first stays, of the others the first of
+        each rank.
+        """
+
+    def report_error(self, rank: int, where: str, error: BaseException) -> None:
+        """Report that `error` ended `rank` at `where`; a wait that failed was reported where it did."""
+        if not (isinstance(error, ExchangeError) and error.awaited):
+            first = (str(error).splitlines() or [""])[0]
+            self.report(Failure(rank=rank, where=where, error=f"{type(error).__name__}: {first}"))
 
     @abc.abstractmethod
     def first(self) -> Failure | None:
-        """The first failure, or None if there is none or the board is out of reach. Does not block."""
+        """The first failure of a rank that waited for nobody.
+
+        None if there is none or the board is out of reach. Does not block.
+        """
+
+    @abc.abstractmethod
+    def wait_of(self, rank: int) -> Failure | None:
+        """The failed wait of `rank`; None as in `first`."""
 
 
 class Boards(Board):
-    """Several boards as one: a report goes to each, and the first failure on any of them counts."""
+    """Several boards as one: a report goes to each, and the first failure on any of them counts.
+
+    Waits are of the first board alone: the others may number their ranks in another way.
+    """
 
     def __init__(self, *boards: Board) -> None:
         self._boards = boards
 
     def report(self, failure: Failure) -> None:
         """Write `failure` on every board that has none yet."""
-        for board in self._boards:
+        for board in self._boards[:1] if failure.awaited else self._boards:
             board.report(failure)
 
     def first(self) -> Failure | None:
         """The failure of the first board that has one."""
         found = (board.first() for board in self._boards)
         return next((failure for failure in found if failure is not None), None)
+
+    def wait_of(self, rank: int) -> Failure | None:
+        """What the first board has."""
+        return self._boards[0].wait_of(rank)
 
 
 def others(ranks: tuple[int, ...], rank: int) -> str:
@@ -103,22 +153,91 @@ def others(ranks: tuple[int, ...], rank: int) -> str:
     return f"rank{'s' * (len(found) > 1)} {', '.join(found)}"
 
 
-def timed_out(board: Board, rank: int, peer: str, timeout: timedelta) -> PeerTimeoutError:
-    """The error of a wait of `rank` for `peer` that ran out of time."""
-    return PeerTimeoutError(
-        f"rank {rank} waited {timeout.total_seconds():g} s for {peer}, which did not answer{cause(board)}"
-    )
+_WaitError = TypeVar("_WaitError", PeerTimeoutError, PeerLostError)
 
 
-def lost(board: Board, rank: int, peer: str, reason: str) -> PeerLostError:
-    """The error of a wait of `rank` for `peer` whose connection broke."""
-    return PeerLostError(f"rank {rank} lost {peer} ({reason}){cause(board)}")
+def timed_out(board: Board, rank: int, ranks: tuple[int, ...], timeout: timedelta) -> PeerTimeoutError:
+    """The error of a wait of `rank` for the others of `ranks` that ran out of time. Takes up to 0.5 s."""
+    text = f"rank {rank} waited {timeout.total_seconds():g} s for {others(ranks, rank)}, which did not answer"
+    return waited(PeerTimeoutError(text), board, rank, ranks)
 
 
-def cause(board: Board) -> str:
-    """What an error message adds about the rank that failed first."""
+def lost(board: Board, rank: int, ranks: tuple[int, ...], reason: str) -> PeerLostError:
+    """The error of a wait of `rank` for the others of `ranks` whose connection broke. Takes up to 0.5 s."""
+    text = f"rank {rank} lost {others(ranks, rank)} ({reason})"
+    return waited(PeerLostError(text), board, rank, ranks)
+
+
+def closed_here(board: Board, rank: int, ranks: tuple[int, ...], what: str) -> PeerLostError:
+    """The error of using `what` after `rank` itself closed it, or after a wait of it failed."""
+    awaited = tuple(other for other in ranks if other != rank)
+    why = cause(board, rank, awaited)
+    error = PeerLostError(f"rank {rank} lost {others(ranks, rank)} ({what} is closed){why}")
+    error.awaited = awaited
+    return error
+
+
+def waited(error: _WaitError, board: Board, rank: int, ranks: tuple[int, ...]) -> _WaitError:
+    """Report that `rank` waited in vain for the others of `ranks`, and let `error` name the cause.
+
+    The others get a moment to say why: one that refuses a message closes the line before it
+    reports, and of ranks whose time runs out together each is to see that the others waited, too. A
+    rank that lost another which has said why waits no longer, so a chain of ranks ends in one moment.
+    """
+    error.awaited = awaited = tuple(other for other in ranks if other != rank)
+    wait = Failure(rank=rank, where="", error=str(error), awaited=awaited)
+    board.report(wait)
+    deadline = time.monotonic() + _GRACE.total_seconds()
+    while time.monotonic() < deadline and board.first() is None:
+        if isinstance(error, PeerLostError) and _follow(board, wait)[0]:
+            break
+        time.sleep(_POLL.total_seconds())
+    error.args = (f"{error}{cause(board, rank, awaited)}",)
+    return error
+
+
+def cause(board: Board, rank: int, awaited: tuple[int, ...]) -> str:
+    """What the message of a wait of `rank` for `awaited` that failed adds about the others.
+
+    The rank that failed by itself, if there is one. Otherwise the waits of others, from those that were
+    waited for on, and who at their end has reported nothing: it has stopped, or is gone.
+    """
     failure = board.first()
-    return "; no rank has reported an error" if failure is None else f"; {failure}"
+    if failure is not None:
+        return f"; {failure}"
+    waits, silent = _follow(board, Failure(rank=rank, where="", error="", awaited=awaited))
+    words = [str(wait) for wait in waits]
+    if len(words) > _MOST_SHOWN:
+        words[1 : 2 - _MOST_SHOWN] = ["..."]
+    if silent:
+        verb = "have" if len(silent) > 1 else "has"
+        words.append(f"{others(tuple(silent), -1)} {verb} reported nothing")
+    else:
+        words.append("they wait for one another: a message between them was lost, or never sent")
+    return "; " + "; ".join(words)
+
+
+def _follow(board: Board, start: Failure) -> tuple[list[Failure], list[int]]:
+    """The waits of those for whom `start` waits, of those for whom these wait, and so on; and who does not.
+
+    Of a group whose members wait together, those count that do something else.
+    """
+    found: list[Failure] = []
+    silent: list[int] = []
+    seen = {start.rank}
+    ahead = deque((other, start) for other in start.awaited)
+    while ahead:
+        rank, before = ahead.popleft()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        wait = board.wait_of(rank)
+        if wait is None:
+            silent.append(rank)
+        elif len(wait.members) == 2 or wait.members != before.members:
+            found.append(wait)
+            ahead.extend((other, wait) for other in wait.awaited)
+    return found, silent
 
 
 class Channel(abc.ABC):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,10 +30,11 @@ from piper_owner.transport.base import (
     Failure,
     Group,
     Work,
-    cause,
+    closed_here,
     lost,
     others,
     timed_out,
+    waited,
 )
 
 __all__ = ["FailureBoard", "GlooChannel", "GlooFabric", "GlooGroup"]
@@ -59,23 +61,34 @@ class FailureBoard(Board):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._away_until = 0.0
 
     def report(self, failure: Failure) -> None:
         """Write `failure` unless somebody wrote before."""
-        self._ask(lambda: self._store.compare_set(_BOARD_KEY, "", failure.to_json()))
+        key = _wait_key(failure.rank) if failure.awaited else _BOARD_KEY
+        self._ask(lambda: self._store.compare_set(key, "", failure.to_json()))
 
     def first(self) -> Failure | None:
-        """The first failure, or None."""
-        text = self._ask(lambda: self._store.get(_BOARD_KEY) if self._store.check([_BOARD_KEY]) else b"")
+        """The first failure of a rank that waited for nobody, or None."""
+        return self._read(_BOARD_KEY)
+
+    def wait_of(self, rank: int) -> Failure | None:
+        """The failed wait of `rank`, or None."""
+        return self._read(_wait_key(rank))
+
+    def _read(self, key: str) -> Failure | None:
+        text = self._ask(lambda: self._store.get(key) if self._store.check([key]) else b"")
         return Failure.from_json(text.decode()) if text else None
 
     def _ask(self, question: Callable[[], bytes]) -> bytes:
         """The store's answer, or nothing where its host is gone, or does not answer in time.
 
         Some of the store's own calls know no timeout: a host that is stopped would hold the rank
-        that is about to say so.
+        that is about to say so. Having waited for it in vain, the rank asks nothing for as long again.
         """
         answers: list[bytes] = []
+        if time.monotonic() < self._away_until:
+            return b""
 
         def ask() -> None:
             # Whoever asks has an error of its own to show, or nobody left to tell.
@@ -85,7 +98,13 @@ class FailureBoard(Board):
         thread = threading.Thread(target=ask, name="failure board", daemon=True)
         thread.start()
         thread.join(_BOARD_WAIT.total_seconds())
+        if thread.is_alive():
+            self._away_until = time.monotonic() + _BOARD_WAIT.total_seconds()
         return answers[0] if answers else b""
+
+
+def _wait_key(rank: int) -> str:
+    return f"wait/{rank}"
 
 
 class _GlooWork:
@@ -158,12 +177,13 @@ class GlooChannel(Channel):
             del work
 
     def _explain(self, error: RuntimeError) -> Exception:
+        explained = _explain(error, self.board, self.rank, (self.rank, self.peer), self.timeout)
         self.close()
-        return _explain(error, self.board, self.rank, f"rank {self.peer}", self.timeout)
+        return explained
 
     def closed_here(self) -> Exception:
         """The error of using this end after it was closed, or after one of its waits failed."""
-        return lost(self.board, self.rank, f"rank {self.peer}", "this end of the channel is closed")
+        return closed_here(self.board, self.rank, (self.peer,), "this end of the channel")
 
     def close(self) -> None:
         """Drop the process group and all that is on its way, which closes the sockets."""
@@ -210,19 +230,20 @@ class GlooGroup(Group):
 
     def _run(self, start: Callable[[_ProcessGroup], C10dWork]) -> None:
         self._check_open()
-        fabric, peers = self._fabric, others(self.ranks, self._fabric.rank)
+        fabric = self._fabric
         if self._group is None:
             return
         try:
             start(self._group).wait(fabric.timeout)
         except RuntimeError as error:
+            explained = _explain(error, fabric.board, fabric.rank, self.ranks, fabric.timeout)
             self.close()  # a member that waits for this one's share fails at once
-            raise _explain(error, fabric.board, fabric.rank, peers, fabric.timeout) from error
+            raise explained from error
 
     def _check_open(self) -> None:
         if self._is_closed:
             fabric = self._fabric
-            raise lost(fabric.board, fabric.rank, others(self.ranks, fabric.rank), "the group is closed")
+            raise closed_here(fabric.board, fabric.rank, self.ranks, "the group")
 
     def close(self) -> None:
         """Drop the process group."""
@@ -236,6 +257,7 @@ class GlooFabric(Fabric):
     `store` is any torch store that all ranks reach; each run gives its own prefix of it.
     `hostname` is the address that this rank listens on and tells its peers (None: torch's choice,
     which follows `GLOO_SOCKET_IFNAME`). Every wait is bounded by `timeout`.
+    `opening`, the same at first, bounds those for lines and groups to open, where all ranks set it.
     """
 
     def __init__(
@@ -248,6 +270,7 @@ class GlooFabric(Fabric):
         hostname: str | None = None,
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.opening = timeout
         self.board: Board = FailureBoard(store)
         self._store = store
         self._hostname = hostname
@@ -264,7 +287,7 @@ class GlooFabric(Fabric):
     def make_group(self, ranks: tuple[int, ...], purpose: str) -> _ProcessGroup:
         """A process group over `ranks` under a store prefix of its own; collective over them."""
         options = _Gloo._Options()
-        options._timeout = self.timeout
+        options._timeout = self.opening
         options._threads = 1
         device = (
             _Gloo.create_default_device()
@@ -278,19 +301,23 @@ class GlooFabric(Fabric):
         prefix = f"{purpose}/{'-'.join(map(str, ranks))}/{number}"
         try:
             group = _Gloo(PrefixStore(prefix, self._store), ranks.index(self.rank), len(ranks), options)
+            group._set_default_timeout(self.timeout)
             return cast("_ProcessGroup", group)
         except (dist.DistStoreError, RuntimeError) as error:
-            raise PeerTimeoutError(
+            text = (
                 f"rank {self.rank} could not open {purpose!r} to {others(ranks, self.rank)} within "
-                f"{self.timeout.total_seconds():g} s: every one of the ranks {ranks} must open it "
-                f"({_first_line(error)}){cause(self.board)}"
-            ) from error
+                f"{self.opening.total_seconds():g} s: every one of the ranks {ranks} must open it "
+                f"({_first_line(error)})"
+            )
+            raise waited(PeerTimeoutError(text), self.board, self.rank, ranks) from error
 
 
-def _explain(error: RuntimeError, board: Board, rank: int, peer: str, timeout: timedelta) -> Exception:
+def _explain(
+    error: RuntimeError, board: Board, rank: int, ranks: tuple[int, ...], timeout: timedelta
+) -> Exception:
     if "timed out" in str(error).lower():
-        return timed_out(board, rank, peer, timeout)
-    return lost(board, rank, peer, _first_line(error))
+        return timed_out(board, rank, ranks, timeout)
+    return lost(board, rank, ranks, _first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

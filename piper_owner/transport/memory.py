@@ -6,17 +6,37 @@ go over it. A send copies the tensor when it is posted.
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import assert_never
 
 import torch
 
 from piper_owner.errors import ExchangeError
-from piper_owner.transport.base import Board, Channel, Fabric, Failure, Group, Work, lost, others, timed_out
+from piper_owner.transport.base import (
+    Board,
+    Channel,
+    Fabric,
+    Failure,
+    Group,
+    Work,
+    closed_here,
+    lost,
+    timed_out,
+)
 
 __all__ = ["MemoryFabric", "MemoryNetwork"]
+
+
+class _End(enum.Enum):
+    """How a wait ended."""
+
+    READY = "ready"
+    CLOSED = "closed"
+    TIMED_OUT = "timed out"
 
 
 class _Line:
@@ -48,14 +68,22 @@ class _MemoryBoard(Board):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first: Failure | None = None
+        self._waits: dict[int, Failure] = {}
 
     def report(self, failure: Failure) -> None:
         with self._lock:
-            self._first = self._first or failure
+            if failure.awaited:
+                self._waits.setdefault(failure.rank, failure)
+            else:
+                self._first = self._first or failure
 
     def first(self) -> Failure | None:
         with self._lock:
             return self._first
+
+    def wait_of(self, rank: int) -> Failure | None:
+        with self._lock:
+            return self._waits.get(rank)
 
 
 class MemoryNetwork:
@@ -96,14 +124,27 @@ class MemoryNetwork:
         if state.members == 0:
             self._rounds = {key: other for key, other in self._rounds.items() if other is not state}
 
-    def wait_for(self, ready: Callable[[], bool], failed: Callable[[], bool], rank: int, peer: str) -> None:
-        """Block, holding `changed`, until `ready()`; a peer that closed or a timeout raises."""
-        arrived = self.changed.wait_for(lambda: ready() or failed(), self.timeout.total_seconds())
+    def wait_for(self, ready: Callable[[], bool], failed: Callable[[], bool], timeout: timedelta) -> _End:
+        """Block, holding `changed`, until `ready()`, or `failed()`, or the time is up."""
+        arrived = self.changed.wait_for(lambda: ready() or failed(), timeout.total_seconds())
         if ready():
-            return
-        if arrived:
-            raise lost(self.board, rank, peer, "it is closed")
-        raise timed_out(self.board, rank, peer, self.timeout)
+            return _End.READY
+        return _End.CLOSED if arrived else _End.TIMED_OUT
+
+    def check_end(self, end: _End, rank: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
+        """Raise for a wait of `rank` for the others of `ranks` that ended badly.
+
+        Not while holding `changed`: it gives the others time to say why.
+        """
+        match end:
+            case _End.READY:
+                return
+            case _End.CLOSED:
+                raise lost(self.board, rank, ranks, "it is closed")
+            case _End.TIMED_OUT:
+                raise timed_out(self.board, rank, ranks, timeout)
+            case _:
+                assert_never(end)
 
 
 class _MemoryWork:
@@ -121,12 +162,10 @@ class _MemoryWork:
         network = channel.network
         try:
             with network.changed:
-                network.wait_for(
-                    lambda: line.taken > self._number,
-                    lambda: line.closed,
-                    channel.rank,
-                    f"rank {channel.peer}",
+                end = network.wait_for(
+                    lambda: line.taken > self._number, lambda: line.closed, channel.timeout
                 )
+            network.check_end(end, channel.rank, (channel.peer,), channel.timeout)
         except ExchangeError:
             channel.close()
             raise
@@ -160,9 +199,7 @@ class _MemoryChannel(Channel):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise lost(
-                self.network.board, self.rank, f"rank {self.peer}", "this end of the channel is closed"
-            )
+            raise closed_here(self.network.board, self.rank, (self.peer,), "this end of the channel")
 
     def close(self) -> None:
         with self.network.changed:
@@ -215,19 +252,17 @@ class _MemoryGroup(Group):
             with network.changed:
                 number = state.number
                 self._share(tensor, number)
-                network.wait_for(
-                    lambda: number in state.sums,
-                    lambda: state.closed,
-                    self._rank,
-                    others(self.ranks, self._rank),
-                )
-                total, readers = state.sums.pop(number)
-                if readers > 1:
-                    state.sums[number] = (total, readers - 1)
+                end = network.wait_for(lambda: number in state.sums, lambda: state.closed, network.timeout)
+                if end is _End.READY:
+                    total, readers = state.sums.pop(number)
+                    if readers > 1:
+                        state.sums[number] = (total, readers - 1)
+                    return total
+            network.check_end(end, self._rank, self.ranks, network.timeout)
+            raise AssertionError("check_end raises for every end but READY")
         except ExchangeError:
             self.close()
             raise
-        return total
 
     def _share(self, tensor: torch.Tensor, number: int) -> None:
         """Put this rank's share down; the last one to do so adds them."""
