@@ -78,8 +78,9 @@ class GradScaler(torch.amp.GradScaler):
             here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inv_scale.to(device))
             found += here.to(found.device)
-        with optimizer.ownership.reporting("the agreement on infinities over shards"):
-            is_found = reduce_over(optimizer.shard_groups(), float(found), largest=True) > 0
+        step = optimizer.ownership.step
+        with optimizer.ownership.reporting(f"the agreement on infinities over shards of step {step}"):
+            is_found = reduce_over(optimizer.shard_groups(), float(found), step, largest=True) > 0
         agreed = self._is_found_anywhere(optimizer.ownership, here=is_found)
         return {found_inf.device: torch.full_like(found_inf, float(agreed))}
 

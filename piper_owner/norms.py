@@ -56,6 +56,7 @@ def power_over_shards(
     parameters: Iterable[Tensor],
     grads: Iterable[Tensor],
     norm_type: float,
+    step: int,
     *,
     counted: Sequence[dist.ProcessGroup] = (),
 ) -> float:
@@ -63,7 +64,8 @@ def power_over_shards(
 
     Gradients that are sharded count with all of their shards, over the groups of the DTensors among
     `parameters`, which are the same on all ranks of a group. Groups over the same ranks as one of
-    `counted` are left out: the caller adds over them. Collective over the groups that are not.
+    `counted` are left out: the caller adds over them. Collective over the groups that are not; their
+    ranks are in the same `step`, see `reduce_over`.
     """
     is_inf = norm_type == math.inf
     skipped = {frozenset(dist.get_process_group_ranks(group)) for group in counted}
@@ -79,7 +81,7 @@ def power_over_shards(
         open_groups = [
             group for group in groups if frozenset(dist.get_process_group_ranks(group)) not in skipped
         ]
-        powers.append(reduce_over(open_groups, _power(locals_, norm_type), largest=is_inf))
+        powers.append(reduce_over(open_groups, _power(locals_, norm_type), step, largest=is_inf))
     return add_powers(*powers, largest=is_inf)
 
 

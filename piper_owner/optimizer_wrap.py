@@ -282,16 +282,16 @@ class OwnerOptimizer(WrappingOptimizer):
             max_norm, norm_type = checked_norm(max_norm, norm_type)
         self.finalize_grads()
         grads = self.grads()
-        is_inf = norm_type == float("inf")
+        is_inf, step = norm_type == float("inf"), self._ownership.step
         side = self._ownership.exchange.side
         tied = {id(t.parameter.grad if t.wide_grad is None else t.wide_grad) for t in self._ties.values()}
         alone = [grad for grad in grads if side is None or id(grad) not in tied]
         of_ties = [grad for grad in grads if side is not None and id(grad) in tied]
-        with self._ownership.reporting(f"clip_grad_norm_, the global norm of step {self._ownership.step}"):
-            power = power_over_shards(self._held(), alone, norm_type, counted=groups)
-            tied_power = power_over_shards((), of_ties, norm_type)
+        with self._ownership.reporting(f"clip_grad_norm_, the global norm of step {step}"):
+            power = power_over_shards(self._held(), alone, norm_type, step, counted=groups)
+            tied_power = power_over_shards((), of_ties, norm_type, step)
             power = self._ownership.combine_power(power, tied_power, largest=is_inf, groups=groups)
-            power = reduce_over(groups, power, largest=is_inf)
+            power = reduce_over(groups, power, step, largest=is_inf)
         return scale_to(grads, power, max_norm, norm_type)
 
     @contextmanager

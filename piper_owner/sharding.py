@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from piper_owner.errors import TieError
 from piper_owner.ownership import OwnershipPlan, Tie
 from piper_owner.stages import NameMap, named_places
+from piper_owner.steps import check_steps
 
 __all__ = [
     "check_shards",
@@ -202,17 +203,22 @@ def _groups(tensor: Tensor, wanted: Callable[[Any], bool]) -> list[dist.ProcessG
     ]
 
 
-def reduce_over(groups: Iterable[dist.ProcessGroup], value: float, *, largest: bool) -> float:
-    """The sum, or the largest, of `value` over all ranks of `groups`. Collective over each in turn."""
-    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    # Beside the value whether one was NaN, which a maximum may lose.
-    total = torch.tensor([value, 0.0], dtype=torch.float64, device="cpu")
-    if largest and math.isnan(value):
-        total = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
+def reduce_over(groups: Iterable[dist.ProcessGroup], value: float, step: int, *, largest: bool) -> float:
+    """The sum, or the largest, of `value` over all ranks of `groups`, added in ascending rank.
+
+    Collective over each group in turn. Raises MessageMismatchError on every rank of a group unless
+    all of them are in the same `step`.
+    """
     for group in groups:
+        ranks = dist.get_process_group_ranks(group)
         devices = group._device_types
         cpu = torch.device("cpu")
-        total = total.to(cpu if cpu in devices else devices[0])
-        dist.all_reduce(total, operation, group=group)
-    reduced, is_nan = total.tolist()
-    return math.nan if is_nan else float(reduced)
+        everyone = torch.zeros(2, len(ranks), dtype=torch.float64, device="cpu")
+        everyone[:, ranks.index(dist.get_rank())] = torch.tensor([value, step], dtype=torch.float64)
+        everyone = everyone.to(cpu if cpu in devices else devices[0])
+        dist.all_reduce(everyone, group=group)
+        values, steps = everyone.tolist()
+        check_steps(steps, ranks)
+        # Where one is NaN, a sum is, too.
+        value = max(values) if largest and not any(map(math.isnan, values)) else sum(values)
+    return value

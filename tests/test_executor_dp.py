@@ -251,8 +251,8 @@ def test_gradients_are_averaged_and_none_counts_as_zeros_unless_all_are_none() -
         if fabric.rank == 1:
             parameters[2].grad = torch.full((3, 2), 3.0, dtype=torch.bfloat16)
         parameters[3].grad = torch.eye(3, 2).to_sparse() if fabric.rank else torch.eye(3, 2)
-        average_grads(parameters, group)
-        average_grads([], group)
+        average_grads(parameters, group, fabric.rank, 0)
+        average_grads([], group, fabric.rank, 0)
         return [p.grad for p in parameters]
 
     for grads in run_threads(2, work, timeout=timedelta(seconds=10)):

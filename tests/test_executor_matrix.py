@@ -166,7 +166,7 @@ def check_bytes(config: TrainConfig, owner: RunResult, reference: RunResult) -> 
         assert sent.ids == (4 * num_rows if rank == first and keeps_rows else 0)
         assert sent.rows == (row_bytes if rank == last and keeps_rows else 0)
         if rank not in (first, last):
-            assert sent.total == (8 if config.clip and config.devices > 1 else 0)
+            assert sent.total == (8 * (1 + config.devices) if config.clip and config.devices > 1 else 0)
     for rank, tied in owner.tied_bytes.items():
         if keeps_rows and rank == first:
             assert row_bytes <= tied.weights == tied.grads <= max(64, 2 * num_rows) * HIDDEN * 8

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from piper_owner.steps import check_steps
 from piper_owner.transport.base import Group
 
 __all__ = ["average_grads", "share_values"]
@@ -17,16 +18,22 @@ _BYTES: Final = 25 * 2**20
 """The most that one all-reduce takes, if it has more than one gradient."""
 
 
-def average_grads(parameters: Sequence[nn.Parameter], group: Group) -> None:
+def average_grads(parameters: Sequence[nn.Parameter], group: Group, pipeline: int, step: int) -> None:
     """Replace each gradient by its mean over `group`, the same bits on each of its ranks.
 
     A None counts as zeros, unless all of them are None, which stays so. Sums are made in float32 or
-    wider. Collective over the group, with the same parameters.
+    wider. Collective over the group, whose ranks are the pipelines, this one `pipeline`, with the same
+    parameters. Raises MessageMismatchError on every rank unless all of them are in the same `step`.
     """
-    present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float32, device="cpu")
-    if parameters:
-        group.all_reduce(present)
-    live = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
+    if not parameters:
+        return
+    present = torch.zeros(len(parameters) + len(group.ranks), dtype=torch.float64, device="cpu")
+    present[: len(parameters)] = torch.tensor([p.grad is not None for p in parameters], device="cpu")
+    present[len(parameters) + group.ranks.index(pipeline)] = step
+    group.all_reduce(present)
+    counts = present.tolist()
+    check_steps(counts[len(parameters) :], group.ranks, "pipeline")
+    live = [p for p, count in zip(parameters, counts, strict=False) if count]
     for batch in _batches(live):
         flat = torch.cat([_flat_grad(parameter) for parameter in batch])
         group.all_reduce(flat)

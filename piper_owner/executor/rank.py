@@ -49,6 +49,7 @@ from piper_owner.ownership import OwnershipPlan, Scope, TiePlan, Use
 from piper_owner.rows import checked_ids
 from piper_owner.stages import named_places
 from piper_owner.stepping import ParameterStepper
+from piper_owner.steps import check_digits, check_steps, digits_of
 from piper_owner.tied import TiedParameter
 from piper_owner.ties import unite
 from piper_owner.transport.base import Fabric, Group
@@ -102,6 +103,7 @@ class RankExecutor:
         self._tied_sent = BytesSent()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._beside: Group | None = None
+        self._pipeline = 0 if side is None else side.rank
         self._follows = side is not None and plan.scope is Scope.GLOBAL and side.rank > 0
         self.ports = chain_ports(dag.num_stages) if ports is None else tuple(ports)
         with self._reporting("start-up"):
@@ -278,7 +280,7 @@ class RankExecutor:
         match action.kind:
             case AcrossKind.ALL_REDUCE_GRAD:
                 assert self._beside is not None
-                average_grads(self.buckets[action.bucket].parameters, self._beside)
+                average_grads(self.buckets[action.bucket].parameters, self._beside, self._pipeline, self.step)
             case AcrossKind.REDUCE_GRAD:
                 self.exchange.reduce_grads((action.bucket,), self.step)
             case AcrossKind.BROADCAST_WEIGHT:
@@ -303,10 +305,12 @@ class RankExecutor:
             p for bucket in tie.names if bucket in self.buckets for p in self.buckets[bucket].parameters
         ]
         like = copies[0].detach()
-        # One element more, behind the gradient: how many ranks have one at all.
-        flat = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
-        total = flat[:-1].view_as(like)
-        flat[-1] = float(any(copy.grad is not None for copy in copies))
+        # Behind the gradient: how many ranks have one at all, and in which step each of them is.
+        more = [int(any(copy.grad is not None for copy in copies))]
+        more += digits_of(self.step, ranks.index(self.rank), len(ranks))
+        flat = torch.zeros(like.numel() + len(more), dtype=like.dtype, device=like.device)
+        total, behind = flat[: like.numel()].view_as(like), flat[like.numel() :]
+        behind.copy_(torch.tensor(more, device="cpu"))
         for copy in copies:
             if copy.grad is not None:
                 total += copy.grad
@@ -314,8 +318,9 @@ class RankExecutor:
             self._groups[ranks].all_reduce(flat)
             # What a ring sends of it on each of its ranks.
             grads = 2 * (len(ranks) - 1) * total.nbytes // len(ranks)
-            self._tied_sent += BytesSent(grads=grads, other=like.element_size())
-        is_present = bool(flat[-1])
+            self._tied_sent += BytesSent(grads=grads, other=behind.nbytes)
+            check_digits(behind[1:].tolist(), ranks)
+        is_present = bool(behind[0])
         for copy in copies:
             copy.grad = total.clone() if is_present else None
 
@@ -331,11 +336,9 @@ class RankExecutor:
         is_global = self._beside is not None and self.plan.scope is Scope.GLOBAL
         squares = squares if is_global else squares.sum(0, keepdim=True)
         if len(ranks) > 1:
-            self._groups[ranks].all_reduce(squares)
-            self._tied_sent += BytesSent(other=squares.nbytes)
+            self._add_up(squares, self._groups[ranks], self.rank)
         if self._beside is not None and is_global:
-            self._beside.all_reduce(squares[1:])
-            self._tied_sent += BytesSent(other=squares[1:].nbytes)
+            self._add_up(squares[1:], self._beside, self._pipeline, "pipeline")
         # The same small constant as torch.nn.utils.clip_grad_norm_.
         scale = self.clip / (math.sqrt(float(squares.sum())) + 1e-6)
         if scale < 1.0 or math.isnan(scale):
@@ -343,6 +346,16 @@ class RankExecutor:
                 for parameter in bucket.parameters:
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
+
+    def _add_up(self, squares: Tensor, group: Group, rank: int, who: str = "rank") -> None:
+        """Sum `squares` over `group`, in which this is `rank`, if all of it are in the same step."""
+        steps = torch.zeros(len(group.ranks), dtype=squares.dtype, device="cpu")
+        steps[group.ranks.index(rank)] = self.step
+        everything = torch.cat([squares, steps])
+        group.all_reduce(everything)
+        self._tied_sent += BytesSent(other=everything.nbytes)
+        check_steps(everything[len(squares) :].tolist(), group.ranks, who)
+        squares.copy_(everything[: len(squares)])
 
     def _counted(self) -> Iterator[tuple[nn.Parameter, bool]]:
         """Parameters whose gradient this rank counts into the global norm, and whether they are a tie."""

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from piper_owner import errors
-from piper_owner.errors import ExchangeError, MessageMismatchError, PiperOwnerError
+from piper_owner.errors import ExchangeError, PiperOwnerError
+from piper_owner.steps import check_steps
 from piper_owner.transport.base import Fabric, Group
 
 __all__ = ["Agreement", "combine", "gather_texts", "in_call", "together"]
@@ -96,12 +97,7 @@ def combine(
     group.all_reduce(everyone)
     values: list[float] = everyone[0].tolist()
     steps: list[float] = everyone[1].tolist()
-    if len(set(steps)) > 1:
-        where = ", ".join(f"{who} {rank} in {step:g}" for rank, step in enumerate(steps))
-        raise MessageMismatchError(
-            f"the {who}s are in different steps: {where}. All of them take or skip a step together: "
-            "decide by what is equal on each, such as the norm that clip_grad_norm_ returns"
-        )
+    check_steps(steps, group.ranks, who)
     if largest:
         return max(values) if not any(map(math.isnan, values)) else math.nan
     return sum(values)
