@@ -35,27 +35,21 @@ import importlib.util
 import json
 import os
 import re
-import secrets
-import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from piper_owner.bench.config import BenchConfig, Host, add_options, check_output, config_of
+from piper_owner.bench.config import BenchConfig, add_options, check_output, config_of
 from piper_owner.bench.launch import run_pair
 from piper_owner.bench.result import STEPS_HEADER, WAYS_HEADER, BenchResult
-from piper_owner.errors import ConfigError, InputError, PiperOwnerError
+from piper_owner.bench.two_hosts import two_hosts
+from piper_owner.errors import ConfigError, InputError, PiperOwnerError, ResourceError
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-
-
-class CannotShapeError(Exception):
-    """Why this machine cannot make the two hosts."""
 
 
 def main() -> int:
@@ -68,12 +62,14 @@ def main() -> int:
         check_output("--plot", options.plot)
         if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install 'piper-owner[plot]'")
-        with two_hosts(options) as hosts:
+        with ExitStack() as stack:
+            try:
+                pair = stack.enter_context(two_hosts(rate=options.rate, burst=options.burst))
+            except ResourceError as error:
+                print(f"skipped: {error}; without two hosts there is: piper-owner bench")
+                return 0
             print(f"measuring between two hosts at {options.rate}, for some minutes ...", file=sys.stderr)
-            result = run_pair(config, hosts, text=options.text)
-    except CannotShapeError as error:
-        print(f"skipped: {error}")
-        return 0
+            result = run_pair(config, pair.hosts, text=options.text)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -109,60 +105,6 @@ def bits_per_second(text: str) -> float:
     if found is None:
         raise ConfigError(f"--rate {text}: give a number and bit, kbit, mbit or gbit, such as 1gbit")
     return float(found[1]) * UNITS[found[2]]
-
-
-@contextmanager
-def two_hosts(options: argparse.Namespace) -> Iterator[tuple[Host, Host]]:
-    """Two network namespaces and the link between them; gone when the block ends, however it does."""
-    if os.geteuid() != 0:
-        raise CannotShapeError("network namespaces need root; run it as root, or use: piper-owner bench")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise CannotShapeError(f"there is no {tool!r} here; install iproute2, or use: piper-owner bench")
-    run = f"piper-owner-{os.getpid()}-{secrets.token_hex(3)}"
-    names = [f"{run}-{rank}" for rank in range(2)]
-    with ExitStack() as undo:
-        undo.callback(remove, names)
-        for name in names:
-            command("ip", "netns", "add", name)
-        # One end is made in each namespace, so that the machine's own network never sees them.
-        command("ip", "link", "add", "link0", "netns", names[0], "type", "veth",
-                "peer", "name", "link0", "netns", names[1])  # fmt: skip
-        for rank, name in enumerate(names):
-            inside = ("-n", name)
-            # No IPv6 addresses: the kernel would announce them, and that would be counted.
-            command("ip", *inside, "link", "set", "link0", "addrgenmode", "none")
-            command("ip", *inside, "address", "add", f"{address(rank)}/30", "dev", "link0")
-            command("ip", *inside, "link", "set", "lo", "up")
-            command("ip", *inside, "link", "set", "link0", "up")
-            command("tc", *inside, "qdisc", "add", "dev", "link0", "root", "tbf", "rate", options.rate,
-                    "burst", options.burst, "latency", "50ms")  # fmt: skip
-        yield tuple(
-            Host(command=("ip", "netns", "exec", name), address=address(rank), interface="link0")
-            for rank, name in enumerate(names)
-        )  # type: ignore[misc]
-
-
-def address(rank: int) -> str:
-    """Of one end of the link, in the range of RFC 2544 for benchmarks of networks."""
-    return f"198.18.0.{rank + 1}"
-
-
-def command(*words: str) -> None:
-    """Run `words`; CannotShapeError with what they said when they fail."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise CannotShapeError(f"{' '.join(words)}: {done.stderr.strip() or f'status {done.returncode}'}")
-
-
-def remove(names: Sequence[str]) -> None:
-    """Remove the namespaces, and with them the link; a second Ctrl+C waits for that."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    for name in names:
-        if Path("/run/netns", name).exists() or Path("/var/run/netns", name).exists():
-            subprocess.run(["ip", "netns", "delete", name], timeout=60)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def end(number: int, _frame: FrameType | None) -> NoReturn:

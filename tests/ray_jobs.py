@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,34 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def processes_of(session: int) -> dict[int, str]:
+    """Everything alive in a session: title by pid.
+
+    Ray's processes make groups of their own and change their titles and environments, but stay in
+    the session.
+    """
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            # After "pid (name)", where the name may hold anything: state, parent, group, session.
+            state, _, _, its = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if int(its) == session and state != "Z":
+            found[int(entry.name)] = title.strip()
+    return found
+
+
+def kill_session(session: int) -> None:
+    """Kill whatever is alive in a session."""
+    for pid in processes_of(session):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @dataclass
@@ -57,43 +85,31 @@ class Job:
         return self.process.returncode, out, "".join(self.errors) + errors
 
     def processes(self) -> dict[int, str]:
-        """Everything alive in this command's session, itself included: title by pid.
-
-        Ray's processes make groups of their own and change their titles and environments, but stay
-        in the session.
-        """
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdecimal():
-                continue
-            try:
-                # After "pid (name)", where the name may hold anything: state, parent, group, session.
-                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if int(session) == self.process.pid and state != "Z":
-                found[int(entry.name)] = title.strip()
-        return found
+        """Everything alive in this command's session, itself included: title by pid."""
+        return processes_of(self.process.pid)
 
     def signal_group(self, number: signal.Signals) -> None:
         """What a terminal does for Ctrl+C: signal the whole foreground group."""
         os.killpg(self.process.pid, number)
 
 
+def plain_environment() -> dict[str, str]:
+    """This process's environment without Ray's settings, and with this package to import."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
 @contextmanager
-def job(*arguments: str, **variables: str) -> Iterator[Job]:
+def job(*arguments: str, inside: Sequence[str] = (), **variables: str) -> Iterator[Job]:
     """`piper-owner train` with `arguments`; whatever is left of it at the end is killed.
 
-    Ray's settings are not inherited; `variables` are added to the environment.
+    `inside` comes before the command, such as `ip netns exec NAME`. Ray's settings are not
+    inherited; `variables` are added to the environment.
     """
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    for name in [name for name in environment if name.startswith("RAY_")]:
-        del environment[name]
-    environment |= variables
+    environment = {**plain_environment(), "TMPDIR": str(folder), **variables}
     process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, "train", *arguments],
+        [*inside, sys.executable, "-c", _PROGRAM, "train", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -105,10 +121,6 @@ def job(*arguments: str, **variables: str) -> Iterator[Job]:
     try:
         yield started
     finally:
-        for pid in started.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_session(process.pid)
         process.communicate()
         shutil.rmtree(folder, ignore_errors=True)
