@@ -64,19 +64,22 @@ def refuse_shared_names(
 
 
 def _check_overlap(parameters: Mapping[str, nn.Parameter]) -> None:
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    spans: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
     for name, whole in parameters.items():
         if whole.layout is not torch.strided:
             continue
         parameter = local_of(whole)
-        if parameter.is_meta or parameter.numel() == 0:
+        if parameter.numel() == 0:
             continue
         start = int(parameter.storage_offset()) * parameter.element_size()
         last = sum(
             (size - 1) * int(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
         stop = start + (last + 1) * parameter.element_size()
-        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, stop, name))
+        storage = parameter.untyped_storage()
+        # Storages of the meta device all begin at 0; only which one it is tells them apart.
+        memory = ("meta", storage._cdata) if parameter.is_meta else ("real", storage.data_ptr())
+        spans.setdefault(memory, []).append((start, stop, name))
     for group in spans.values():
         group.sort()
         reaching: list[tuple[int, str]] = []  # those whose span may go on at `start`

@@ -16,7 +16,7 @@ from tiny import one_torch_thread
 from torch import Tensor
 
 from piper_owner.data.batches import TokenStream
-from piper_owner.errors import ConfigError, TraceError
+from piper_owner.errors import ConfigError, TieError, TraceError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.local import run_threads, train_in_process
 from piper_owner.executor.plan import plan_run
@@ -53,6 +53,11 @@ def leaves(vocab_size):
 
 def looks(vocab_size):
     return nn.Linear(2, 2, bias=bool(torch.ones(1).sum() > 0))
+
+def copies(vocab_size):
+    model = nn.ModuleDict({"embed": nn.Embedding(vocab_size, 5), "head": nn.Linear(5, vocab_size)})
+    model["head"].weight.data = model["embed"].weight.data
+    return model
 
 class Wrong(nn.Module):
     def __init__(self, vocab_size):
@@ -101,10 +106,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             "building the model, first on the meta device.* ended the program.* with 'done'",
         ),
         ("bad_models:looks", "building the model, first on the meta device and so without values, failed at"),
-        ("bad_models:number", "it is a int, not a function"),
+        ("bad_models:number", "it is of type int, not a function"),
         (
             "bad_models:takes_nothing",
-            r"takes_nothing\(vocab_size=256\).*unexpected keyword argument 'vocab_size'",
+            r"called as takes_nothing\(vocab_size=256\).*unexpected keyword argument 'vocab_size'; name that",
         ),
         ("bad_models:not_a_model", "returned a dict, not an nn.Module"),
         (
@@ -112,7 +117,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             r"bad_models.py:15: `return nn.Embedding\(sizes\[0\], sizes\[1\]\)`: IndexError",
         ),
         ("needs_more:build", r"importing it failed at .*needs_more.py:1.*No module named 'no_such_package'"),
-        ("half:build", r"importing it failed.*SyntaxError.*half.py, line 2"),
+        ("half:build", r"importing it failed at .*half.py:2: `.+`: SyntaxError"),
     ],
 )
 def test_targets_that_are_refused(folder: str, target: str, words: str) -> None:
@@ -137,6 +142,12 @@ def test_a_signal_while_a_model_is_imported_ends_the_process(folder: str) -> Non
     (Path(folder) / "ends.py").write_text("raise SystemExit(128 + 15)\n")
     with pytest.raises(SystemExit):
         AnnotatedModel(target="ends:build", folder=folder).resolve(CONFIG)
+
+
+def test_two_parameters_over_one_memory_are_refused_before_anything_starts(folder: str) -> None:
+    assert CONFIG.dtype == "float64", "a change of dtype parts the two"
+    with pytest.raises(TieError, match=r"'embed.weight' and 'head.weight' are two Parameters over the same"):
+        AnnotatedModel(target="bad_models:copies", folder=folder).resolve(CONFIG)
 
 
 def test_outputs_that_are_no_logits_are_refused(folder: str) -> None:

@@ -88,9 +88,12 @@ def test_equal_values_are_no_tie() -> None:
     assert find_ties(model) == ()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_case_17_same_storage_in_another_object_is_refused(transposed: bool) -> None:
-    model = Both(tied=False)
+def test_case_17_same_storage_in_another_object_is_refused(transposed: bool, device: str) -> None:
+    with torch.device(device):
+        model = Both(tied=False)
+        assert find_ties(model) == ()
     data = model.embed.weight.data
     model.head.weight = nn.Parameter(data.t() if transposed else data)
     with pytest.raises(
@@ -117,8 +120,9 @@ def test_case_17_an_overlap_behind_a_small_view_is_found() -> None:
         find_ties(model)
 
 
-def test_case_17_views_of_one_flat_buffer_are_no_tie() -> None:
-    flat = torch.zeros(10)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_case_17_views_of_one_flat_buffer_are_no_tie(device: str) -> None:
+    flat = torch.zeros(10, device=device)
     model = nn.ParameterDict({"a": nn.Parameter(flat[:6].view(2, 3)), "b": nn.Parameter(flat[6:])})
     assert find_ties(model) == ()
 

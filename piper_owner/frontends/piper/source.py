@@ -24,6 +24,7 @@ from piper_owner.frontends.piper.capture import ONE_AT_A_TIME
 from piper_owner.frontends.piper.segment import Segment
 from piper_owner.frontends.piper.trace import TracedModel, trace
 from piper_owner.ownership import Tie
+from piper_owner.ties import find_ties
 
 __all__ = ["AnnotatedModel"]
 
@@ -58,7 +59,7 @@ class AnnotatedModel(ModelSource):
         if not (colon and module and function):
             raise ConfigError(
                 f"--model {self.target}: write it as module:function, such as my_models:build; the function "
-                "is called with vocab_size= and returns an nn.Module"
+                "is called with vocab_size= and returns an nn.Module; or gpt, for the GPT of the command"
             )
 
     def resolve(self, config: TrainConfig) -> TrainConfig:
@@ -115,7 +116,7 @@ class AnnotatedModel(ModelSource):
                 )
             found = getattr(found, name)
         if not callable(found):
-            raise ConfigError(f"--model {self.target}: it is a {type(found).__name__}, not a function")
+            raise ConfigError(f"--model {self.target}: it is of type {type(found).__name__}, not a function")
         return found
 
 
@@ -146,8 +147,8 @@ def _call(build: Callable[..., object], target: str, vocab: int, dtype: torch.dt
         inspect.signature(build).bind(vocab_size=vocab)
     except TypeError as error:
         raise ConfigError(
-            f"--model {target}: it has to work as {target.partition(':')[2]}(vocab_size={vocab}), and "
-            f"{error}; give everything else a default"
+            f"--model {target}: it is called as {target.partition(':')[2]}(vocab_size={vocab}), and does not "
+            f"take that: {error}; name that parameter vocab_size, and give all others a default"
         ) from error
     is_planned = torch.get_default_device().type == "meta"
     where = ", first on the meta device and so without values," if is_planned else ""
@@ -155,6 +156,7 @@ def _call(build: Callable[..., object], target: str, vocab: int, dtype: torch.dt
         model = build(vocab_size=vocab)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {target}: it returned a {type(model).__name__}, not an nn.Module")
+    find_ties(model)  # refuses overlaps, which a change of dtype would undo without a word
     return model.to(dtype)
 
 
@@ -173,10 +175,18 @@ def _shown(target: str, what: str) -> Iterator[None]:
             "what a script does under `if __name__ == '__main__':`"
         ) from error
     except Exception as error:  # whatever the user's code raises is what the user has to see
-        line = innermost_line(traceback.extract_tb(error.__traceback__))
         raise ConfigError(
-            f"--model {target}: {what} failed at {line}: {type(error).__name__}: {error}"
+            f"--model {target}: {what} failed at {_line_of(error)}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """`file:line: code` that `error` is about."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        # No frame of the file that it is in has run.
+        code = (error.text or "").strip()
+        return f"{error.filename}:{error.lineno}: `{code}`"
+    return innermost_line(traceback.extract_tb(error.__traceback__))
 
 
 def _as_split(traced: TracedModel, target: str, expected: tuple[int, ...]) -> SplitModel:
