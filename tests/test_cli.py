@@ -321,6 +321,12 @@ def test_verdict_without_a_reference_and_without_replicas() -> None:
     assert "--compare reference" in lines[1]
 
 
+def test_verdict_without_a_tie() -> None:
+    result = made_result(FULL[0], steps=2)
+    untied = replace(result, ownership=replace(result.ownership, ties=()))
+    assert verdict(untied)[0] == "The model has no tied parameter: there is nothing to keep in step."
+
+
 def test_tolerance_grows_with_the_steps() -> None:
     assert loss_tolerance(made_result(FULL[0], steps=5)) == 1e-5
     assert loss_tolerance(made_result(FULL[0], steps=40)) == pytest.approx(8e-5)

@@ -237,6 +237,7 @@ class TestSteps:
         found = compare_methods(dataclasses.replace(shapes, ties=()), plan_config(stages=3, tokens=4096))
         assert set(found.plans) == {Method.NAIVE, Method.DENSE}
         assert "no tied parameter" in found.reason
+        assert all("no tied parameter" in found.impossible[each] for each in (Method.ALL_REDUCE, Method.ROWS))
         assert found.plans[Method.DENSE].memory == found.plans[Method.NAIVE].memory
 
     def test_averages_over_pipelines_are_waited_for(self) -> None:

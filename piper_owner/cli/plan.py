@@ -197,13 +197,14 @@ def print_comparison(comparison: Comparison, rows_from: str, console: Console) -
 def _title(model: ModelShapes, config: PlanConfig, rows_from: str) -> list[str]:
     masters = f" with {config.master_dtype} masters" if config.master_dtype else ""
     side = f", {config.pipelines} pipelines side by side" if config.pipelines > 1 else ""
+    looked_up = f" look up {config.num_rows:,} different rows ({rows_from})" if model.ties else ""
     return [
         f"{model.name}: {model.num_parameters:,} parameters, {config.dtype}{masters}, "
         f"{config.optimizer.value}",
         f"{_several(config.stages, 'stage')} on {_several(config.devices, 'device')} "
         f"({config.placement.value}), {config.schedule.value}, "
         f"{_several(config.microbatches, 'microbatch')}{side}",
-        f"{_several(config.tokens, 'token')} a step look up {config.num_rows:,} different rows ({rows_from})",
+        f"{_several(config.tokens, 'token')} a step{looked_up}",
     ]
 
 
@@ -236,6 +237,7 @@ def _methods_table(comparison: Comparison) -> Table:
         owners = plan.owners
         who = f"rank {owners[0]} owns" if len(owners) == 1 else f"{len(owners)} owners"
         about = {Method.NAIVE: "wrong", Method.ALL_REDUCE: "two copies"}.get(plan.method, who)
+        about = about if plan.ownership.ties else "no tie"
         table.add_column(f"{plan.method.value}\n{about}", justify="right", no_wrap=True)
 
     def add(label: str, figure: Callable[[MethodPlan], str]) -> None:

@@ -52,7 +52,9 @@ def verdict(result: TrainResult) -> list[str]:
     """What the figures prove, in words; one line for each run that was compared."""
     lines = []
     ranks = sorted({rank for tie in result.ownership.ties for rank in tie.replicas})
-    if not ranks:
+    if not result.ownership.ties:
+        lines.append("The model has no tied parameter: there is nothing to keep in step.")
+    elif not ranks:
         lines.append("One device holds all of the tie: one parameter, no messages.")
     elif result.replicas_equal:
         lines.append("Replicas equal the owner's value bit for bit.")

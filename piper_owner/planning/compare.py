@@ -242,13 +242,17 @@ def compare_methods(model: ModelShapes, config: PlanConfig, *, owner: OwnerChoic
     plans = {Method.NAIVE: naive}
     tried: dict[tuple[Method, int], MethodPlan] = {}
     impossible: dict[Method, str] = {}
-    if any(len({use.stage for use in tied.uses}) > 1 for tied in model.ties):
+    if not model.ties:
+        impossible |= dict.fromkeys((Method.ALL_REDUCE, Method.ROWS), "the model has no tied parameter")
+    elif any(len({use.stage for use in tied.uses}) > 1 for tied in model.ties):
         plans[Method.ALL_REDUCE] = plan_method(
             model, config, Method.ALL_REDUCE, held, pipelines, free_seconds=free
         )
     else:
         impossible[Method.ALL_REDUCE] = "all uses of a tie are in one stage, and there is nothing to reduce"
     for method in (Method.DENSE, Method.ROWS):
+        if method in impossible:
+            continue
         if method is Method.ROWS and not any(tie.replicas for tie in held.ties):
             impossible[method] = "one device has all uses of a tie, and there is nobody to serve"
             continue
