@@ -134,7 +134,7 @@ DIRECTIVE_ERRORS = [
     ('{"op":"order","filters":[[{}],[]]}', 'group 1 of "filters" is an empty array; a group is'),
     ('{"op":"order","filters":[{},{}]}', 'group 0 of "filters" is an object'),
     ('{"op":"order","filters":[[{}],[3]]}', "a filter of group 1 is a JSON object of tags, not 3"),
-    ('{"op":"order","filters":[[{}],[{"PASS":"FWD"}]]}', '"PASS" of a filter of group 1 is "FWD"; passes'),
+    ('{"op":"order","filters":[[{}],[{"PASS":"FWD"}]]}', 'passes are "F", "B", "BI", "BW", and "*"'),
     ('{"op":"order","filters":[[{}],[{"PASS":["F"]}]]}', '"PASS" of a filter of group 1 is an array'),
     ('{"op":"order","filters":[[{}],[{"PASS":0}]]}', '"PASS" of a filter of group 1 is 0'),
 ]  # fmt: skip

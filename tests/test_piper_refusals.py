@@ -279,8 +279,17 @@ def test_inputs_are_tensors() -> None:
 
 
 def test_too_many_inputs_are_refused() -> None:
-    with pytest.raises(TraceError, match="does not take 2 positional inputs: too many"):
+    with pytest.raises(TraceError, match=r"called with 2 inputs, by position.*: too many positional"):
         trace(Model(no_region), torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+
+
+def test_too_few_inputs_are_refused() -> None:
+    class WithLabels(Model):
+        def forward(self, value: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            return value + labels
+
+    with pytest.raises(TraceError, match=r"with 1 input, by.*'labels'; further arguments need a default"):
+        trace(WithLabels(no_region), torch.randn(2, WIDTH))
 
 
 def test_a_trace_that_failed_leaves_nothing_behind() -> None:

@@ -248,7 +248,7 @@ def _filter(value: object, what: str, filters: dict[object, Filter]) -> Filter:
             try:
                 part = Pass(index)
             except ValueError:
-                _wrong(f'"PASS" of {what} is {_show(index)}; passes are "F", "B", "BI", "BW"')
+                _wrong(f'"PASS" of {what} is {_show(index)}; passes are "F", "B", "BI", "BW", and "*"')
     made = Filter(tags=tuple(sorted(tags)), part=part)
     filters[key, tuple(map(type, fields.values()))] = made
     return made

@@ -198,7 +198,9 @@ def _check_inputs(model: nn.Module, inputs: Sequence[object]) -> None:
         inspect.signature(model.forward).bind(*inputs)
     except TypeError as error:
         raise TraceError(
-            f"forward of {type(model).__name__} does not take {len(inputs)} positional inputs: {error}"
+            f"forward of {type(model).__name__} is called with {len(inputs)} input"
+            f"{'' if len(inputs) == 1 else 's'}, by position, and does not take that: {error}; further "
+            "arguments need a default"
         ) from error
 
 
