@@ -27,7 +27,7 @@ from piper_owner.directives import Program
 from piper_owner.directives.model import Filter, Split
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run
-from piper_owner.executor.results import RunResult, TiedBytes, TrainResult
+from piper_owner.executor.results import Restart, RunResult, TiedBytes, TrainResult
 from piper_owner.runtime.progress import StepProgress
 from piper_owner.transport.messages import BytesSent
 
@@ -98,7 +98,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
-        *("--checkpoint", str(tmp_path), "--every", "3", "--resume"),
+        *("--checkpoint", str(tmp_path), "--every", "3", "--resume", "--max-restarts", "2"),
     )
     config = TrainConfig(
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
@@ -116,7 +116,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         text=Path("some/text"),
         json=Path("out.json"),
         address="h:1",
-        checkpoint=CheckpointOptions(path=tmp_path, every=3, resume=True),
+        checkpoint=CheckpointOptions(path=tmp_path, every=3, resume=True, max_restarts=2),
     )
 
 
@@ -149,6 +149,7 @@ def test_help_explains_every_option_within_80_columns(
         "checkpoint",
         "every",
         "resume",
+        "max-restarts",
     ):
         assert f"--{name.replace('_', '-')} " in shown
     for heading in (
@@ -161,7 +162,7 @@ def test_help_explains_every_option_within_80_columns(
         "cluster:",
     ):
         assert heading in text
-    assert shown.count("(default") == len(names) + 13
+    assert shown.count("(default") == len(names) + 14
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +181,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--json", "."], "this is a folder"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--every", "2"], "--every needs --checkpoint DIR"),
+        (["--max-restarts", "2"], "--max-restarts needs --checkpoint DIR"),
+        (["--checkpoint", "run", "--max-restarts", "-1"], "--max-restarts -1: 0 restarts, or more"),
         (["--checkpoint", "run", "--every", "0"], "--every 0: at least 1 step is needed"),
         (["--checkpoint", "no/such/folder/run"], "the folder no/such/folder does not exist"),
         (["--checkpoint", "README.md"], "this is a file"),
@@ -355,9 +358,9 @@ def test_other_units() -> None:
 @pytest.mark.parametrize(("steps", "lines"), [(2, 2), (40, 5), (43, 6)])
 def test_progress_without_a_terminal_is_a_plain_line_now_and_then(steps: int, lines: int) -> None:
     console = Console(file=io.StringIO(), width=40)
-    with show_progress(console, TrainConfig(steps=steps), [RunKind.OWNER]) as on_step:
+    with show_progress(console, TrainConfig(steps=steps), [RunKind.OWNER]) as shown:
         for step in range(1, steps + 1):
-            on_step(
+            shown.on_step(
                 StepProgress(run=RunKind.OWNER, step=step, loss=1.5, tokens_per_second=2e3, tied_bytes=8000)
             )
     assert isinstance(console.file, io.StringIO)
@@ -370,8 +373,8 @@ def test_progress_without_a_terminal_is_a_plain_line_now_and_then(steps: int, li
 def test_progress_on_a_terminal_shows_every_run() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     runs = [RunKind.OWNER, RunKind.REFERENCE]
-    with show_progress(console, TrainConfig(steps=2), runs) as on_step:
-        on_step(
+    with show_progress(console, TrainConfig(steps=2), runs) as shown:
+        shown.on_step(
             StepProgress(run=RunKind.OWNER, step=1, loss=1.5, tokens_per_second=2e3, tied_bytes=8_400_000)
         )
     assert isinstance(console.file, io.StringIO)
@@ -379,6 +382,21 @@ def test_progress_on_a_terminal_shows_every_run() -> None:
     assert "1/2" in text
     assert "loss 1.5000  2,000 tok/s  tie 8.40 MB/step" in text
     assert "reference" in text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_goes_back_at_a_restart_and_says_why(is_terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal)
+    restart = Restart(run=RunKind.OWNER, step=9, rank=1, why="step 9: rank 1 died", from_step=5)
+    with show_progress(console, TrainConfig(steps=10), [RunKind.OWNER]) as shown:
+        shown.on_step(
+            StepProgress(run=RunKind.OWNER, step=8, loss=1.5, tokens_per_second=2e3, tied_bytes=8000)
+        )
+        shown.on_restart(restart)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "step 9: rank 1 died; the owner run goes on after step 5" in text
+    assert (" 5/10" in text.splitlines()[-1]) is is_terminal
 
 
 # The whole command

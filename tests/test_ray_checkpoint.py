@@ -12,7 +12,8 @@ from piper_owner.checkpoint import read_index
 from piper_owner.errors import CheckpointError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.results import TrainResult
-from piper_owner.runtime.driver import Keeping, train
+from piper_owner.runtime.driver import train
+from piper_owner.runtime.keeping import Keeping
 
 CONFIG = TrainConfig(
     stages=3,

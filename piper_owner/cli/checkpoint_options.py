@@ -13,11 +13,13 @@ __all__ = ["CheckpointOptions", "add_checkpoint", "read_checkpoint"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """Where to keep the owner run (None: nowhere), how often, and whether to go on from what is there."""
+    """Where to keep the owner run (None: nowhere), how often, and whether to go on from what is there; and
+    how often runs may begin again after a failure."""
 
     path: Path | None = None
     every: int | None = None
     resume: bool = False
+    max_restarts: int = 0
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -44,15 +46,35 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         help="go on from the checkpoint in --checkpoint to --steps, with the same losses as without a break "
         "(default: start anew, in a folder without one)",
     )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=None,
+        metavar="K",
+        help="when a worker is lost, start another and go on from the last checkpoint, to the same losses; a "
+        "run of --compare begins again; at most K times in all (default: end with the error)",
+    )
 
 
 def read_checkpoint(arguments: argparse.Namespace) -> CheckpointOptions:
     """What the parsed arguments ask for. Raises ConfigError for what contradicts itself, or no folder."""
-    options = CheckpointOptions(path=arguments.checkpoint, every=arguments.every, resume=arguments.resume)
+    options = CheckpointOptions(
+        path=arguments.checkpoint,
+        every=arguments.every,
+        resume=arguments.resume,
+        max_restarts=arguments.max_restarts or 0,
+    )
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {options.max_restarts}: 0 restarts, or more, are needed")
     if options.every is not None and options.every < 1:
         raise ConfigError(f"--every {options.every}: at least 1 step is needed")
     if options.path is None:
-        for name, given in (("--every", options.every is not None), ("--resume", options.resume)):
+        asked = {
+            "--every": options.every is not None,
+            "--resume": options.resume,
+            "--max-restarts": options.max_restarts > 0,
+        }
+        for name, given in asked.items():
             if given:
                 raise ConfigError(f"{name} needs --checkpoint DIR, the folder to keep the run in")
         return options

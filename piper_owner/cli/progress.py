@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from piper_owner.cli.units import format_bytes
 from piper_owner.executor.config import RunKind, TrainConfig
-from piper_owner.runtime.progress import StepProgress
+from piper_owner.executor.results import Restart
+from piper_owner.runtime.progress import OnRestart, OnStep, StepProgress
 
-__all__ = ["show_progress"]
+__all__ = ["Shown", "show_progress"]
 
 _LINES_PER_RUN = 5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What to call after every step, and at every restart."""
+
+    on_step: OnStep
+    on_restart: OnRestart
+
+
 @contextmanager
-def show_progress(
-    console: Console, config: TrainConfig, runs: Sequence[RunKind]
-) -> Iterator[Callable[[StepProgress], None]]:
-    """Announce the start, and give the function to call after every step."""
+def show_progress(console: Console, config: TrainConfig, runs: Sequence[RunKind]) -> Iterator[Shown]:
+    """Announce the start, and give what to call from then on."""
     start = f"training on {config.num_ranks} {'worker' if config.num_ranks == 1 else 'workers'}"
     if console.is_terminal:
-        with _live(console, config, runs) as on_step:
-            yield on_step
+        with _live(console, config, runs) as shown:
+            yield shown
         return
     console.print(
         f"{start}: {', '.join(kind.value for kind in runs)}; {config.steps} steps each", soft_wrap=True
@@ -37,13 +45,14 @@ def show_progress(
             line = f"{done.run.value:<9}  step {done.step:>4}/{config.steps}  {_figures(done)}"
             console.print(line, soft_wrap=True)
 
-    yield print_line
+    def print_restart(restart: Restart) -> None:
+        console.print(_again(restart), soft_wrap=True)
+
+    yield Shown(on_step=print_line, on_restart=print_restart)
 
 
 @contextmanager
-def _live(
-    console: Console, config: TrainConfig, runs: Sequence[RunKind]
-) -> Iterator[Callable[[StepProgress], None]]:
+def _live(console: Console, config: TrainConfig, runs: Sequence[RunKind]) -> Iterator[Shown]:
     columns = (
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=12),
@@ -60,7 +69,16 @@ def _live(
         def update(done: StepProgress) -> None:
             progress.update(tasks[done.run], completed=done.step, figures=_figures(done))
 
-        yield update
+        def begin_again(restart: Restart) -> None:
+            progress.update(tasks[restart.run], completed=restart.from_step, figures="restarting")
+            progress.console.print(_again(restart), soft_wrap=True)
+
+        yield Shown(on_step=update, on_restart=begin_again)
+
+
+def _again(restart: Restart) -> str:
+    place = f"after step {restart.from_step}" if restart.from_step else "from its first step"
+    return f"{restart.why}; the {restart.run.value} run goes on {place}"
 
 
 def _figures(done: StepProgress) -> str:

@@ -36,7 +36,7 @@ from piper_owner.runtime.address import check_address
 from piper_owner.tracing.chrome import format_trace
 
 if TYPE_CHECKING:
-    from piper_owner.runtime import driver
+    from piper_owner.runtime.keeping import Keeping
 
 __all__ = ["run", "write_json"]
 
@@ -101,8 +101,8 @@ def _recording(options: TrainOptions) -> Recording | None:
     return Recording(first_step=first, profile=pictures.profile is not None)
 
 
-def _keeping(options: TrainOptions) -> driver.Keeping | None:
-    from piper_owner.runtime.driver import Keeping
+def _keeping(options: TrainOptions) -> Keeping | None:
+    from piper_owner.runtime.keeping import Keeping
 
     asked = options.checkpoint
     return None if asked.path is None else Keeping(path=asked.path, every=asked.every, resume=asked.resume)
@@ -126,7 +126,7 @@ def _train(
     # Ray prints the death of a worker to stdout from a thread of its own; our error says it better.
     with (
         orderly_termination(),
-        show_progress(notes, options.config, (RunKind.OWNER, *options.compare)) as on_step,
+        show_progress(notes, options.config, (RunKind.OWNER, *options.compare)) as shown,
         redirect_stdout(io.StringIO()),
     ):
         return driver.train(
@@ -136,7 +136,9 @@ def _train(
             compare=options.compare,
             source=source,
             address=options.address,
-            on_step=on_step,
+            on_step=shown.on_step,
+            on_restart=shown.on_restart,
             recording=_recording(options),
             keeping=_keeping(options),
+            max_restarts=options.checkpoint.max_restarts,
         )

@@ -91,8 +91,8 @@ class Keeper:
         saver.plan(team, self._holding, check=self._executor.check)
         saver.write(team)
 
-    def load(self, path: str) -> None:
-        """Go on from the checkpoint in `path`; see `checkpoint.load`."""
+    def load(self, path: str) -> tuple[float, ...]:
+        """Go on from the checkpoint in `path`, and give the losses of its steps; see `checkpoint.load`."""
         loader = Loader(Path(path))
         loader.read(self._ranks(), self._holding, strict=True)
         loader.fill()
@@ -100,6 +100,7 @@ class Keeper:
             optimizer.load_state_dict(state)
         self._before = kept_losses(loader.index.extra)
         self._executor.resume(loader.index.step)
+        return self._before
 
     def close(self) -> None:
         """Give the lines up. Local; twice is fine."""

@@ -408,9 +408,10 @@ class RankExecutor:
         try:
             self.flush()
         finally:
-            self._abandon()
+            self.abandon()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Close every line, whatever is on its way. Local; twice is fine."""
         for part in ("exchange", "mailbox"):
             if part in self.__dict__:
                 self.__dict__[part].close()
@@ -425,7 +426,7 @@ class RankExecutor:
             yield
         except BaseException as error:
             self._fabric.board.report_error(self._fabric.job_rank, where, error)
-            self._abandon()
+            self.abandon()
             if isinstance(error, ExchangeError):
                 error.args = (f"{where}: {error.args[0]}",)
             else:

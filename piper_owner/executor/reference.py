@@ -65,6 +65,9 @@ class ReferenceSession:
     def close(self) -> None:
         """Nothing to close."""
 
+    def abandon(self) -> None:
+        """Nothing to close."""
+
 
 def _tied(model: nn.Module, split: SplitModel) -> list[nn.Parameter]:
     """The tied parameters of `model`, each once: a tie may have names that only its stages have."""

@@ -18,7 +18,16 @@ from piper_owner.transport.messages import BytesSent
 if TYPE_CHECKING:
     from piper_owner.executor.session import RankReport, StepReport
 
-__all__ = ["Differences", "RunResult", "TiedBytes", "TrainResult", "batch_loss", "collect_run", "compare"]
+__all__ = [
+    "Differences",
+    "Restart",
+    "RunResult",
+    "TiedBytes",
+    "TrainResult",
+    "batch_loss",
+    "collect_run",
+    "compare",
+]
 
 Weights = Mapping[int, Mapping[str, torch.Tensor]]
 
@@ -80,12 +89,31 @@ class Differences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A run that lost a rank and was begun again.
+
+    `step` is the one that the failure was in (from 1), `rank` the one at fault (None: unknown), `why` what
+    happened to it, and `from_step` how many steps of the run stood when it went on.
+    """
+
+    run: RunKind
+    step: int
+    rank: int | None
+    why: str
+    from_step: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {**asdict(self), "run": self.run.value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """Everything that one command trained. `runs` starts with the owner run.
 
     `ownership` is the owner run's plan, and `replicas_equal` says whether, at its end, every
     replica held the owner's value bit for bit. `records` are those of the owner run, by rank; none where
-    nothing was to be recorded.
+    nothing was to be recorded. `restarts` are in the order in which they were made.
     """
 
     config: TrainConfig
@@ -94,6 +122,7 @@ class TrainResult:
     runs: Mapping[RunKind, RunResult]
     replicas_equal: bool
     records: tuple[RankRecord, ...] = field(default=(), repr=False, compare=False)
+    restarts: tuple[Restart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` writes: plain dicts, lists, strings, numbers and null."""
@@ -105,6 +134,7 @@ class TrainResult:
             "max_abs_loss_diff": _by_name(differences.loss),
             "max_abs_param_diff": _by_name(differences.param),
             "replicas_equal": self.replicas_equal,
+            "restarts": [restart.to_dict() for restart in self.restarts],
         }
 
 

@@ -53,7 +53,7 @@ class RankReport:
 class RankSession:
     """One rank of `run`, which is not the reference, among those of all pipelines.
 
-    Every method but `report` and `weights` is collective.
+    Every method but `report`, `weights` and `abandon` is collective.
 
     Raises ConfigError when the ranks have not planned the same run.
     """
@@ -181,6 +181,11 @@ class RankSession:
         """Finish all sends and close every line. Twice is fine."""
         self.keeper.close()
         self._executor.close()
+
+    def abandon(self) -> None:
+        """Close every line after a failure, whatever is on its way. Local; twice is fine."""
+        self.keeper.close()
+        self._executor.abandon()
 
 
 def _agree(digest: str, fabric: Fabric) -> None:

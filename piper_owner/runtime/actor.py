@@ -18,6 +18,7 @@ from piper_owner.executor.session import RankReport, RankSession, StepReport
 from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.runtime.cluster import LOOPBACK, node_address
+from piper_owner.runtime.failures import Whereabouts
 from piper_owner.transport.gloo import GlooFabric
 
 __all__ = ["Meeting", "RankHost"]
@@ -36,7 +37,7 @@ class RankHost:
     """Hosts one rank of one run after another.
 
     `tokens` (int32, one-dimensional) is read-only and lies in the object store, once per machine.
-    Every call but `pid` and `close` belongs to the run that `open` began.
+    Every call but `whereabouts`, `close` and `abandon` belongs to the run that `open` began.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class RankHost:
         self._stream = token_stream(config, tokens)
         self._session: RankSession | ReferenceSession | None = None
 
-    def pid(self) -> int:
-        """The process id of this actor."""
-        return os.getpid()
+    def whereabouts(self) -> Whereabouts:
+        """The process and the machine of this actor."""
+        return Whereabouts(pid=os.getpid(), node=node_address())
 
     def open(self, run: RunKind, prefix: str) -> None:
         """Begin `run`, whose ranks meet under `prefix` of the store. Collective over them."""
@@ -91,11 +92,11 @@ class RankHost:
         assert isinstance(session, RankSession), "the reference is not kept"
         session.keeper.save(path, facts)
 
-    def load(self, path: str) -> None:
-        """Go on from the checkpoint in `path`. Collective; before the first step."""
+    def load(self, path: str) -> tuple[float, ...]:
+        """Go on from the checkpoint in `path`; the losses of its steps. Collective; before the first step."""
         session = self._live()
         assert isinstance(session, RankSession), "the reference is not kept"
-        session.keeper.load(path)
+        return session.keeper.load(path)
 
     def check(self) -> bool:
         """Whether all replicas hold their owner's value, bit for bit. Collective."""
@@ -114,6 +115,12 @@ class RankHost:
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def abandon(self) -> None:
+        """End the run, if one is open, after a failure of any rank. Local, and waits for nobody."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.abandon()
 
     def _live(self) -> RankSession | ReferenceSession:
         if self._session is None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -77,6 +78,11 @@ class Cluster:
         actor: ActorHandle[Any] = options.remote(*args)
         self._actors.append(actor)
         return actor
+
+    def end(self, actor: ActorHandle[Any]) -> None:
+        """End one actor, alive or not, at once; its place is free then."""
+        self._actors.remove(actor)
+        _in_time(lambda: ray.kill(actor, no_restart=True))
 
     def close(self) -> None:
         """End what was started here. Closing twice is fine."""
@@ -152,17 +158,28 @@ class Cluster:
         actors, group = tuple(self._actors), self._group
 
         def release() -> None:
-            # A cluster that is gone cannot be tidied, and took everything with it.
-            with suppress(ray.exceptions.RayError, ConnectionError):
-                for actor in actors:
-                    ray.kill(actor, no_restart=True)
-                if group is not None:
-                    remove_placement_group(group)
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            if group is not None:
+                remove_placement_group(group)
 
-        # Ray's own calls take no timeout, and block where this machine's raylet is gone.
-        thread = threading.Thread(target=release, name="release of the cluster", daemon=True)
-        thread.start()
-        thread.join(_RELEASE.total_seconds())
+        _in_time(release)
+
+
+def _in_time(work: Callable[[], None]) -> None:
+    """Do `work`, or give up after a while.
+
+    Ray's own calls take no timeout, and block where this machine's raylet is gone.
+    """
+
+    def tidy() -> None:
+        # A cluster that is gone cannot be tidied, and took everything with it.
+        with suppress(ray.exceptions.RayError, ConnectionError):
+            work()
+
+    thread = threading.Thread(target=tidy, name="release of the cluster", daemon=True)
+    thread.start()
+    thread.join(_RELEASE.total_seconds())
 
 
 def _remove_folder(folder: str) -> None:

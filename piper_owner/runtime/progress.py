@@ -1,4 +1,4 @@
-"""What the driver tells after each step; without ray, for whoever shows it."""
+"""What the driver tells after each step and at a restart; without ray, for whoever shows it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from piper_owner.executor.config import RunKind
+from piper_owner.executor.results import Restart
 
-__all__ = ["OnStep", "StepProgress"]
+__all__ = ["OnRestart", "OnStep", "StepProgress"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgress:
-    """One finished step of one run; `step` counts from 1, bytes are those of the tied sync."""
+    """One finished step of one run; `step` counts from 1, bytes are those of the tied sync.
+
+    After a restart the steps that were lost come once more.
+    """
 
     run: RunKind
     step: int
@@ -22,3 +26,4 @@ class StepProgress:
 
 
 OnStep = Callable[[StepProgress], None]
+OnRestart = Callable[[Restart], None]

@@ -1,0 +1,170 @@
+"""Leads the ranks of one run through its steps, and begins it again when a rank is lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.recording import RankRecord, Recording
+from piper_owner.executor.results import Restart, RunResult, batch_loss, collect_run
+from piper_owner.executor.session import StepReport
+from piper_owner.runtime.crew import Crew
+from piper_owner.runtime.failures import Call, RankFailure
+from piper_owner.runtime.keeping import Kept
+from piper_owner.runtime.progress import OnStep, StepProgress
+from piper_owner.runtime.restarts import Restarts
+from piper_owner.transport.base import Board
+
+__all__ = ["RunLeader"]
+
+# Steps that the actors have in hand beyond the one awaited: they need not wait for the driver.
+_AHEAD: Final = 2
+
+
+class RunLeader:
+    """One run of `kind`: `run` trains it.
+
+    `kept` is where it is kept (None: nowhere), and `recording` what to record of it. After `run`,
+    `replicas_equal` and `records` are as in TrainResult.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        kind: RunKind,
+        *,
+        restarts: Restarts,
+        kept: Kept | None = None,
+        recording: Recording | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.replicas_equal = True
+        self.records: tuple[RankRecord, ...] = ()
+        self._crew, self._kind, self._config = crew, kind, crew.config
+        self._ranks = (0,) if kind is RunKind.REFERENCE else crew.ranks
+        self._name = f"the {kind.value} run"
+        self._restarts, self._kept, self._recording, self._on_step = restarts, kept, recording, on_step
+        self._attempts = 0
+        self._board: Board = crew.board("")
+        # Of the steps that stand: their losses, and what the ranks reported, where that is known.
+        self._goes_on = kept is not None and kept.keeping.resume
+        self._losses = list(kept.losses()) if kept is not None and self._goes_on else []
+        self._reports: dict[int, Mapping[int, StepReport]] = {}
+
+    def run(self) -> RunResult:
+        """Train from the first step, or from the checkpoint, to the last one.
+
+        A run that loses a rank begins again from its last checkpoint, or else from its first step, as
+        often as it may. Raises RunError, or CheckpointError for a checkpoint that is none of this run's.
+        """
+        while True:
+            try:
+                return self._attempt()
+            except RankFailure as failure:
+                self._restart(failure)
+
+    def _restart(self, failure: RankFailure) -> None:
+        """Get everything ready to begin again. Raises `failure` if that must not be."""
+        if not failure.can_restart:
+            raise failure
+        self._restarts.refuse_more(failure)
+        gone = self._crew.release(failure.ranks)
+        self._goes_on = self._kept is not None and self._kept.is_there
+        self._losses = list(self._kept.losses()) if self._kept is not None and self._goes_on else []
+        at_fault = failure.ranks or gone
+        self._restarts.note(
+            Restart(
+                run=self._kind,
+                step=failure.step,
+                rank=at_fault[0] if at_fault else None,
+                why=str(failure),
+                from_step=len(self._losses),
+            )
+        )
+
+    def _attempt(self) -> RunResult:
+        crew, steps = self._crew, self._config.steps
+        # Under a prefix of its own, no attempt meets what another one left in the store.
+        prefix = f"run-{self._kind.value}-{self._attempts}"
+        self._attempts += 1
+        self._board = crew.board(prefix)
+        crew.man(len(self._losses) + 1)
+        self._all("start", "open", self._kind, prefix)
+        if self._kept is not None and self._goes_on:
+            self._all("load", "load", self._kept.path)
+        records = self._recording is not None and len(self._losses) < steps
+        if records:
+            self._all("start of the record", "record", self._recording)
+        self._take_steps()
+        if records:
+            taken = self._all("record", "take_record")
+            self.records = tuple(taken[rank] for rank in self._ranks)
+        if self._kind is RunKind.OWNER:
+            self.replicas_equal = all(self._all("check of the replicas", "check").values())
+        ends = self._all("end", "finish")
+        reports = self._last_reports()
+        return collect_run(
+            self._config,
+            self._kind,
+            reports,
+            {rank: report for rank, (report, _) in ends.items()},
+            {rank: weights for rank, (_, weights) in ends.items()},
+            before=self._losses[: steps - len(reports)],
+        )
+
+    def _take_steps(self) -> None:
+        """Call for every step and save that is left, and wait for each in turn."""
+        steps, kept, first = self._config.steps, self._kept, len(self._losses)
+        started: deque[Call] = deque()
+        saves: dict[int, Call] = {}
+        for index in range(first, steps + _AHEAD):
+            if index < steps:
+                started.append(self._call(f"step {index + 1} of {self._name}", index, "step", index))
+                if kept is not None and kept.keeping.is_due(index + 1, steps):
+                    what = f"checkpoint after step {index + 1}"
+                    saves[index] = self._call(what, index, "save", kept.path, kept.facts)
+            done = index - _AHEAD
+            if done >= first:
+                later = (*started, *saves.values())
+                self._note(done, self._gather(started.popleft(), later))
+                if (saved := saves.pop(done, None)) is not None:
+                    self._gather(saved, tuple(started))
+
+    def _note(self, index: int, reports: Mapping[int, StepReport]) -> None:
+        """Step `index` (from 0) is done."""
+        self._reports[index] = reports
+        self._losses.append(batch_loss(reports))
+        if self._on_step is not None:
+            self._on_step(_progress(self._config, self._kind, index + 1, reports))
+
+    def _last_reports(self) -> list[Mapping[int, StepReport]]:
+        """The reports of the last steps: of as many as are known without a gap."""
+        first = self._config.steps
+        while first - 1 in self._reports:
+            first -= 1
+        return [self._reports[index] for index in range(first, self._config.steps)]
+
+    def _all(self, what: str, method: str, *args: object) -> dict[int, Any]:
+        return self._gather(self._call(f"{what} of {self._name}", len(self._losses), method, *args))
+
+    def _call(self, what: str, index: int, method: str, *args: object) -> Call:
+        step = min(index + 1, self._config.steps)
+        return self._crew.call(what, method, *args, step=step, ranks=self._ranks)
+
+    def _gather(self, call: Call, later: tuple[Call, ...] = ()) -> dict[int, Any]:
+        return self._crew.gather(self._board, call, later)
+
+
+def _progress(
+    config: TrainConfig, kind: RunKind, step: int, reports: Mapping[int, StepReport]
+) -> StepProgress:
+    seconds = max(report.seconds for report in reports.values())
+    return StepProgress(
+        run=kind,
+        step=step,
+        loss=batch_loss(reports),
+        tokens_per_second=config.tokens_per_step / seconds if seconds > 0 else 0.0,
+        tied_bytes=sum(report.bytes_sent.total for report in reports.values()),
+    )

@@ -1,0 +1,263 @@
+"""A run that loses a rank begins again by itself, and ends with the bits of the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import cloudpickle
+from ray_jobs import SMALL, job, wait_until
+
+from piper_owner.errors import ConfigError, RunError
+from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.results import Restart, RunResult, TrainResult
+from piper_owner.executor.session import StepReport
+from piper_owner.runtime.actor import RankHost
+from piper_owner.runtime.cluster import count_cpus
+from piper_owner.runtime.driver import train
+from piper_owner.runtime.keeping import Keeping
+from piper_owner.runtime.progress import StepProgress
+
+# Actors cannot import a test module, so the classes below travel as they are.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
+
+CONFIG = TrainConfig(
+    stages=2,
+    microbatches=4,
+    microbatch_size=1,
+    sequence_length=8,
+    vocab=256,
+    hidden=8,
+    heads=2,
+    layers=2,
+    steps=30,
+    timeout_seconds=30,
+)
+TOKENS = np.arange(400, dtype=np.int32) ** 2 % 251
+EVERY = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """`delay` seconds after `rank` began call `number` (from 0) of `method`; once: `marker` is there then."""
+
+    rank: int
+    method: str
+    number: int
+    delay: float
+    marker: Path
+
+
+def faulty_at(*moments: Moment, error: Exception | None = None) -> type[RankHost]:
+    """Hosts one of which is killed at each of `moments`, or raises `error` there."""
+
+    class Faulty(RankHost):
+        counts: dict[str, int]
+
+        def open(self, *args: Any) -> None:  # noqa: ANN401
+            self.counts = {}
+            self._meet("open")
+            super().open(*args)
+
+        def load(self, *args: Any) -> tuple[float, ...]:  # noqa: ANN401
+            self._meet("load")
+            return super().load(*args)
+
+        def step(self, index: int) -> StepReport:
+            self.counts["step"] = index
+            self._meet("step")
+            return super().step(index)
+
+        def save(self, *args: Any) -> None:  # noqa: ANN401
+            self._meet("save")
+            super().save(*args)
+
+        def finish(self) -> Any:  # noqa: ANN401
+            self._meet("finish")
+            return super().finish()
+
+        def _meet(self, method: str) -> None:
+            number = self.counts.get(method, 0)
+            self.counts[method] = number + 1
+            for moment in moments:
+                here = (self.rank, method, number) == (moment.rank, moment.method, moment.number)
+                if here and not moment.marker.exists():
+                    moment.marker.touch()
+                    if error is not None:
+                        raise error
+                    if moment.delay == 0.0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    killing = (os.getpid(), signal.SIGKILL)
+                    threading.Timer(moment.delay, os.kill, killing).start()
+
+    return Faulty
+
+
+def random_moment(seed: int, folder: Path) -> Moment:
+    """Anywhere in the run: mostly in a step, sometimes as it starts, saves or ends."""
+    chance = random.Random(seed)
+    method = chance.choice(["step"] * 6 + ["save", "open", "finish"])
+    most = {"step": CONFIG.steps, "save": 1 + CONFIG.steps // EVERY}.get(method, 1)
+    return Moment(
+        rank=chance.randrange(CONFIG.devices),
+        method=method,
+        number=chance.randrange(most),
+        delay=chance.choice([0.0, 1.0, 2.0]) * chance.random() * 0.02,
+        marker=folder / "marker",
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster: None) -> RunResult:
+    return train(CONFIG, TOKENS, text="numbers").runs[RunKind.OWNER]
+
+
+def assert_same(run: RunResult, expected: RunResult) -> None:
+    """To the last bit: losses and final weights."""
+    assert run.losses == expected.losses
+    assert sorted(run.weights) == sorted(expected.weights)
+    for rank, weights in expected.weights.items():
+        assert sorted(weights) == sorted(run.weights[rank])
+        for name, value in weights.items():
+            assert torch.equal(value, run.weights[rank][name]), name
+
+
+def restarted(
+    host_class: type[RankHost],
+    folder: Path,
+    *,
+    config: TrainConfig = CONFIG,
+    most: int = 3,
+    **given: Any,  # noqa: ANN401 - other arguments of train
+) -> TrainResult:
+    """Train with a checkpoint in `folder`; see that nothing is left."""
+    keeping = Keeping(path=folder / "run", every=EVERY)
+    try:
+        return train(
+            config, TOKENS, text="numbers", keeping=keeping, max_restarts=most, host_class=host_class, **given
+        )
+    finally:
+        assert wait_until(lambda: count_cpus()[1] == 4, 10), "the reservation was not given back"
+
+
+MOMENTS = [seed if seed in (0, 3) else pytest.param(seed, marks=pytest.mark.slow) for seed in range(20)]
+
+
+@pytest.mark.parametrize("seed", MOMENTS)
+def test_killed_at_a_random_moment_it_ends_with_the_same_bits(
+    seed: int, undisturbed: RunResult, tmp_path: Path
+) -> None:
+    moment = random_moment(seed, tmp_path)
+    seen: list[StepProgress] = []
+    told: list[Restart] = []
+    result = restarted(faulty_at(moment), tmp_path, on_step=seen.append, on_restart=told.append)
+    assert_same(result.runs[RunKind.OWNER], undisturbed)
+    assert result.replicas_equal
+    assert moment.marker.exists()
+    if moment.method == "finish":  # a timer may come too late
+        assert len(result.restarts) <= 1
+        return
+    (restart,) = result.restarts
+    assert told == [restart]
+    assert restart.rank == moment.rank
+    assert restart.from_step % EVERY == 0 or restart.from_step == CONFIG.steps
+    assert f"rank {moment.rank} died: its process " in restart.why
+    assert " on node " in restart.why
+    if moment.method == "step":
+        assert f"rank {1 - moment.rank} noticed it at " in restart.why
+        assert 0 <= restart.step - restart.from_step <= 2 * EVERY
+    steps = [progress.step for progress in seen]
+    again = next((i for i in range(1, len(steps)) if steps[i] <= steps[i - 1]), len(steps))
+    assert steps[again:] == list(range(restart.from_step + 1, CONFIG.steps + 1)) or again == len(steps)
+
+
+def at(step: int, folder: Path, name: str = "marker", *, rank: int = 1) -> Moment:
+    return Moment(rank=rank, method="step", number=step, delay=0.0, marker=folder / name)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_it_is_restarted_as_often_as_it_may_be(undisturbed: RunResult, tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=9)
+    raises = faulty_at(
+        at(3, tmp_path, "a"), at(8, tmp_path, "b"), at(8, tmp_path, "c"), error=ZeroDivisionError("planted")
+    )
+    with pytest.raises(RunError) as caught:
+        restarted(raises, tmp_path, config=config, most=2)
+    assert "rank 1 failed: ZeroDivisionError: planted (rank 1 is on node " in str(caught.value)
+    assert "; it was restarted 2 times before this (--max-restarts 2)" in str(caught.value)
+    # What was kept on the way is whole.
+    keeping = Keeping(path=tmp_path / "run", every=EVERY, resume=True)
+    result = train(config, TOKENS, text="numbers", keeping=keeping)
+    assert result.runs[RunKind.OWNER].losses == undisturbed.losses[:9]
+    assert result.restarts == ()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
+    told: list[Restart] = []
+    wrong = faulty_at(at(2, tmp_path), error=ConfigError("planted"))
+    with pytest.raises(RunError, match="ConfigError: planted"):
+        restarted(wrong, tmp_path, config=replace(CONFIG, steps=4), on_restart=told.append)
+    assert told == []
+
+
+def test_the_run_that_failed_begins_again_alone(undisturbed: RunResult, tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=3)
+    seen: list[tuple[RunKind, int]] = []
+    # The second "open" on a rank is that of the second run.
+    moment = Moment(rank=0, method="finish", number=0, delay=0.0, marker=tmp_path / "marker")
+
+    class Second(faulty_at(moment)):  # type: ignore[misc]
+        runs = 0
+
+        def open(self, *args: Any) -> None:  # noqa: ANN401
+            super().open(*args)
+            self.runs += 1
+
+        def finish(self) -> Any:  # noqa: ANN401
+            return super().finish() if self.runs == 2 else RankHost.finish(self)
+
+    result = restarted(
+        Second,
+        tmp_path,
+        config=config,
+        compare=(RunKind.NAIVE, RunKind.REFERENCE),
+        on_step=lambda done: seen.append((done.run, done.step)),
+    )
+    assert result.runs[RunKind.OWNER].losses == undisturbed.losses[:3]
+    (restart,) = result.restarts
+    assert (restart.run, restart.rank, restart.from_step) == (RunKind.REFERENCE, 0, 0)
+    once = [1, 2, 3]
+    expected = [(RunKind.OWNER, once), (RunKind.REFERENCE, once * 2), (RunKind.NAIVE, once)]
+    assert seen == [(kind, step) for kind, steps in expected for step in steps]
+
+
+def test_a_killed_worker_of_the_command_costs_nothing_but_time(tmp_path: Path) -> None:
+    file, folder = tmp_path / "result.json", tmp_path / "run"
+    options = ("--steps", "300", "--json", str(file), "--checkpoint", str(folder), "--every", "10")
+    with job(*SMALL, *options, "--max-restarts", "1") as running:
+        assert wait_until((folder / "checkpoint.json").exists, 90)
+        workers = [p for p, title in running.processes().items() if title.startswith("ray::RankHost.step")]
+        os.kill(workers[0], signal.SIGKILL)
+        status, out, errors = running.end()
+        assert status == 0, errors
+        assert "Replicas equal the owner's value bit for bit." in out
+        assert f"its process {workers[0]} was killed" in errors
+        assert "the owner run goes on after step " in errors
+        assert "Traceback" not in errors
+        assert wait_until(lambda: not running.processes(), 10), running.processes()
+    written = json.loads(file.read_text())
+    (restart,) = written["restarts"]
+    assert sorted(restart) == ["from_step", "rank", "run", "step", "why"]
+    assert restart["from_step"] % 10 == 0 < restart["from_step"]
+    assert len(written["runs"]["owner"]["losses"]) == 300
