@@ -46,7 +46,7 @@ def show_progress(console: Console, config: TrainConfig, runs: Sequence[RunKind]
             console.print(line, soft_wrap=True)
 
     def print_restart(restart: Restart) -> None:
-        console.print(_again(restart), soft_wrap=True)
+        console.print(_again(restart), soft_wrap=True, markup=False, highlight=False)
 
     yield Shown(on_step=print_line, on_restart=print_restart)
 
@@ -71,7 +71,7 @@ def _live(console: Console, config: TrainConfig, runs: Sequence[RunKind]) -> Ite
 
         def begin_again(restart: Restart) -> None:
             progress.update(tasks[restart.run], completed=restart.from_step, figures="restarting")
-            progress.console.print(_again(restart), soft_wrap=True)
+            progress.console.print(_again(restart), soft_wrap=True, markup=False, highlight=False)
 
         yield Shown(on_step=update, on_restart=begin_again)
 
