@@ -99,6 +99,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
         *("--checkpoint", str(tmp_path), "--every", "3", "--resume", "--max-restarts", "2"),
+        *("--snapshot", "6"),
     )
     config = TrainConfig(
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
@@ -116,7 +117,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         text=Path("some/text"),
         json=Path("out.json"),
         address="h:1",
-        checkpoint=CheckpointOptions(path=tmp_path, every=3, resume=True, max_restarts=2),
+        checkpoint=CheckpointOptions(path=tmp_path, every=3, resume=True, max_restarts=2, snapshot=6),
     )
 
 
@@ -150,6 +151,7 @@ def test_help_explains_every_option_within_80_columns(
         "every",
         "resume",
         "max-restarts",
+        "snapshot",
     ):
         assert f"--{name.replace('_', '-')} " in shown
     for heading in (
@@ -162,7 +164,7 @@ def test_help_explains_every_option_within_80_columns(
         "cluster:",
     ):
         assert heading in text
-    assert shown.count("(default") == len(names) + 14
+    assert shown.count("(default") == len(names) + 15
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +183,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--json", "."], "this is a folder"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--every", "2"], "--every needs --checkpoint DIR"),
-        (["--max-restarts", "2"], "--max-restarts needs --checkpoint DIR"),
+        (["--max-restarts", "2"], "--max-restarts needs --checkpoint DIR, or --snapshot N"),
+        (["--snapshot", "2"], "--snapshot needs --max-restarts K"),
+        (["--snapshot", "0", "--max-restarts", "2"], "--snapshot 0: at least 1 step is needed"),
         (["--checkpoint", "run", "--max-restarts", "-1"], "--max-restarts -1: 0 restarts, or more"),
         (["--checkpoint", "run", "--every", "0"], "--every 0: at least 1 step is needed"),
         (["--checkpoint", "no/such/folder/run"], "the folder no/such/folder does not exist"),

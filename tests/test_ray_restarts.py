@@ -7,21 +7,18 @@ import os
 import random
 import signal
 import sys
-import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from killed_ranks import CONFIG, TOKENS, Moment, assert_same, at, faulty_at, undisturbed
 from ray import cloudpickle
 from ray_jobs import SMALL, job, wait_until
 
 from piper_owner.errors import ConfigError, RunError
 from piper_owner.executor.config import RunKind, TrainConfig
-from piper_owner.executor.results import Restart, RunResult, TrainResult
-from piper_owner.executor.session import StepReport
+from piper_owner.executor.results import Restart, TrainResult
 from piper_owner.runtime.actor import RankHost
 from piper_owner.runtime.cluster import count_cpus
 from piper_owner.runtime.driver import train
@@ -31,76 +28,7 @@ from piper_owner.runtime.progress import StepProgress
 # Actors cannot import a test module, so the classes below travel as they are.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
 
-CONFIG = TrainConfig(
-    stages=2,
-    microbatches=4,
-    microbatch_size=1,
-    sequence_length=8,
-    vocab=256,
-    hidden=8,
-    heads=2,
-    layers=2,
-    steps=30,
-    timeout_seconds=30,
-)
-TOKENS = np.arange(400, dtype=np.int32) ** 2 % 251
 EVERY = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """`delay` seconds after `rank` began call `number` (from 0) of `method`; once: `marker` is there then."""
-
-    rank: int
-    method: str
-    number: int
-    delay: float
-    marker: Path
-
-
-def faulty_at(*moments: Moment, error: Exception | None = None) -> type[RankHost]:
-    """Hosts one of which is killed at each of `moments`, or raises `error` there."""
-
-    class Faulty(RankHost):
-        counts: dict[str, int]
-
-        def open(self, *args: Any) -> None:  # noqa: ANN401
-            self.counts = {}
-            self._meet("open")
-            super().open(*args)
-
-        def load(self, *args: Any) -> tuple[float, ...]:  # noqa: ANN401
-            self._meet("load")
-            return super().load(*args)
-
-        def step(self, index: int) -> StepReport:
-            self.counts["step"] = index
-            self._meet("step")
-            return super().step(index)
-
-        def save(self, *args: Any) -> None:  # noqa: ANN401
-            self._meet("save")
-            super().save(*args)
-
-        def finish(self) -> Any:  # noqa: ANN401
-            self._meet("finish")
-            return super().finish()
-
-        def _meet(self, method: str) -> None:
-            number = self.counts.get(method, 0)
-            self.counts[method] = number + 1
-            for moment in moments:
-                here = (self.rank, method, number) == (moment.rank, moment.method, moment.number)
-                if here and not moment.marker.exists():
-                    moment.marker.touch()
-                    if error is not None:
-                        raise error
-                    if moment.delay == 0.0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    killing = (os.getpid(), signal.SIGKILL)
-                    threading.Timer(moment.delay, os.kill, killing).start()
-
-    return Faulty
 
 
 def random_moment(seed: int, folder: Path) -> Moment:
@@ -115,21 +43,6 @@ def random_moment(seed: int, folder: Path) -> Moment:
         delay=chance.choice([0.0, 1.0, 2.0]) * chance.random() * 0.02,
         marker=folder / "marker",
     )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ray_cluster: None) -> RunResult:
-    return train(CONFIG, TOKENS, text="numbers").runs[RunKind.OWNER]
-
-
-def assert_same(run: RunResult, expected: RunResult) -> None:
-    """To the last bit: losses and final weights."""
-    assert run.losses == expected.losses
-    assert sorted(run.weights) == sorted(expected.weights)
-    for rank, weights in expected.weights.items():
-        assert sorted(weights) == sorted(run.weights[rank])
-        for name, value in weights.items():
-            assert torch.equal(value, run.weights[rank][name]), name
 
 
 def restarted(
@@ -153,15 +66,14 @@ def restarted(
 MOMENTS = [seed if seed in (0, 3) else pytest.param(seed, marks=pytest.mark.slow) for seed in range(20)]
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("seed", MOMENTS)
-def test_killed_at_a_random_moment_it_ends_with_the_same_bits(
-    seed: int, undisturbed: RunResult, tmp_path: Path
-) -> None:
+def test_killed_at_a_random_moment_it_ends_with_the_same_bits(seed: int, tmp_path: Path) -> None:
     moment = random_moment(seed, tmp_path)
     seen: list[StepProgress] = []
     told: list[Restart] = []
     result = restarted(faulty_at(moment), tmp_path, on_step=seen.append, on_restart=told.append)
-    assert_same(result.runs[RunKind.OWNER], undisturbed)
+    assert_same(result.runs[RunKind.OWNER], undisturbed())
     assert result.replicas_equal
     assert moment.marker.exists()
     if moment.method == "finish":  # a timer may come too late
@@ -181,12 +93,8 @@ def test_killed_at_a_random_moment_it_ends_with_the_same_bits(
     assert steps[again:] == list(range(restart.from_step + 1, CONFIG.steps + 1)) or again == len(steps)
 
 
-def at(step: int, folder: Path, name: str = "marker", *, rank: int = 1) -> Moment:
-    return Moment(rank=rank, method="step", number=step, delay=0.0, marker=folder / name)
-
-
 @pytest.mark.usefixtures("ray_cluster")
-def test_it_is_restarted_as_often_as_it_may_be(undisturbed: RunResult, tmp_path: Path) -> None:
+def test_it_is_restarted_as_often_as_it_may_be(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=9)
     raises = faulty_at(
         at(3, tmp_path, "a"), at(8, tmp_path, "b"), at(8, tmp_path, "c"), error=ZeroDivisionError("planted")
@@ -198,7 +106,7 @@ def test_it_is_restarted_as_often_as_it_may_be(undisturbed: RunResult, tmp_path:
     # What was kept on the way is whole.
     keeping = Keeping(path=tmp_path / "run", every=EVERY, resume=True)
     result = train(config, TOKENS, text="numbers", keeping=keeping)
-    assert result.runs[RunKind.OWNER].losses == undisturbed.losses[:9]
+    assert result.runs[RunKind.OWNER].losses == undisturbed().losses[:9]
     assert result.restarts == ()
 
 
@@ -211,7 +119,8 @@ def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_the_run_that_failed_begins_again_alone(undisturbed: RunResult, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_run_that_failed_begins_again_alone(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=3)
     seen: list[tuple[RunKind, int]] = []
     # The second "open" on a rank is that of the second run.
@@ -234,7 +143,7 @@ def test_the_run_that_failed_begins_again_alone(undisturbed: RunResult, tmp_path
         compare=(RunKind.NAIVE, RunKind.REFERENCE),
         on_step=lambda done: seen.append((done.run, done.step)),
     )
-    assert result.runs[RunKind.OWNER].losses == undisturbed.losses[:3]
+    assert result.runs[RunKind.OWNER].losses == undisturbed().losses[:3]
     (restart,) = result.restarts
     assert (restart.run, restart.rank, restart.from_step) == (RunKind.REFERENCE, 0, 0)
     once = [1, 2, 3]

@@ -141,4 +141,5 @@ def _train(
             recording=_recording(options),
             keeping=_keeping(options),
             max_restarts=options.checkpoint.max_restarts,
+            snapshot=options.checkpoint.snapshot,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +64,7 @@ def kept_losses(kept: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 class Keeper:
-    """Saves and loads what `executor` and its `modules` have. Every method but `note` is collective."""
+    """Saves and loads what `executor` and its `modules` have. `save`, `load`, `together` are collective."""
 
     def __init__(
         self, executor: RankExecutor, modules: Sequence[nn.Module], plan: OwnershipPlan, fabric: Fabric
@@ -75,6 +75,19 @@ class Keeper:
         self._agreement: Agreement | None = None
         self._losses: list[float] = []
         self._before: tuple[float, ...] = ()
+
+    @property
+    def losses(self) -> tuple[list[float], list[float]]:
+        """The losses of the steps before this rank began, and its share of those since. Local."""
+        return list(self._before), list(self._losses)
+
+    def go_on(self, losses: Sequence[Sequence[float]]) -> None:
+        """Go on from what `losses` gave. Local."""
+        self._before, self._losses = tuple(losses[0]), list(losses[1])
+
+    def together(self, work: Callable[[], str]) -> None:
+        """Do `work` on every rank; an error on one is raised on all, when all have done it. Collective."""
+        self._ranks().everyone(work)
 
     def note(self, loss: float) -> None:
         """This rank's share of the loss of a step that was taken. Local."""

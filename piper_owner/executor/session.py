@@ -16,6 +16,8 @@ from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.rank import RankExecutor
 from piper_owner.executor.recording import RankRecord, Recorder, Recording, StepObserver, align_clocks
+from piper_owner.executor.replicating import Replicator
+from piper_owner.executor.snapshots import Shelf
 from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.models.gpt import lm_loss
 from piper_owner.ownership import Scope
@@ -59,7 +61,12 @@ class RankSession:
     """
 
     def __init__(
-        self, config: TrainConfig, run: RunKind, fabric: Fabric, source: ModelSource | None = None
+        self,
+        config: TrainConfig,
+        run: RunKind,
+        fabric: Fabric,
+        source: ModelSource | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         source = GPTSource() if source is None else source
         plan = plan_run(config, run, source)
@@ -94,6 +101,15 @@ class RankSession:
         )
         self.keeper = Keeper(self._executor, tuple(self._modules.values()), plan.ownership, fabric)
         """Saves and loads this run, which is to be that of the owner."""
+        self.replicator = Replicator(
+            self._executor,
+            tuple(self._modules.values()),
+            self.keeper,
+            fabric,
+            Shelf() if shelf is None else shelf,
+            chunk_bytes=config.chunk_bytes,
+        )
+        """Takes snapshots, on the shelf that was given, and takes the run back to one."""
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         # Gradients are averaged over the pipelines: so that the mean is that of all tokens, wherever
@@ -179,11 +195,13 @@ class RankSession:
 
     def close(self) -> None:
         """Finish all sends and close every line. Twice is fine."""
+        self.replicator.close()
         self.keeper.close()
         self._executor.close()
 
     def abandon(self) -> None:
         """Close every line after a failure, whatever is on its way. Local; twice is fine."""
+        self.replicator.abandon()
         self.keeper.close()
         self._executor.abandon()
 

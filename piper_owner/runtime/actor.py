@@ -15,6 +15,7 @@ from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.recording import RankRecord, Recording
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.session import RankReport, RankSession, StepReport
+from piper_owner.executor.snapshots import Holdings, Shelf, Snapshot
 from piper_owner.executor.source import GPTSource, ModelSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.runtime.cluster import LOOPBACK, node_address
@@ -54,6 +55,7 @@ class RankHost:
         self._meeting = meeting
         self._stream = token_stream(config, tokens)
         self._session: RankSession | ReferenceSession | None = None
+        self._shelf = Shelf()
 
     def whereabouts(self) -> Whereabouts:
         """The process and the machine of this actor."""
@@ -68,7 +70,7 @@ class RankHost:
         if run is RunKind.REFERENCE:
             self._session = ReferenceSession(self.config, self._source)
         else:
-            self._session = RankSession(self.config, run, self._fabric(prefix), self._source)
+            self._session = RankSession(self.config, run, self._fabric(prefix), self._source, self._shelf)
 
     def step(self, index: int) -> StepReport:
         """Train on the batch of step `index` (from 0). Collective."""
@@ -98,6 +100,32 @@ class RankHost:
         assert isinstance(session, RankSession), "the reference is not kept"
         return session.keeper.load(path)
 
+    def snapshot(self) -> None:
+        """Keep the state after the last step, and a copy of it at the next rank. Collective."""
+        session = self._live()
+        assert isinstance(session, RankSession), "no snapshots are taken of the reference"
+        session.replicator.take()
+
+    def keep_snapshots(self, step: int | None) -> None:
+        """Drop all snapshots but those of `step`. Local."""
+        self._shelf.keep_only(step)
+
+    def give_copy(self, step: int) -> Snapshot:
+        """The copy of the snapshot of `step` that is kept here for the rank before. Local."""
+        return self._shelf.copies[step]
+
+    def take_copy(self, snapshot: Snapshot) -> None:
+        """Have `snapshot`, which another rank has kept, for one's own. Local."""
+        # What Ray hands over is read-only, and lies in the object store.
+        self._shelf.own[snapshot.step] = Snapshot(step=snapshot.step, data=snapshot.data.copy())
+
+    def restore(self, step: int) -> None:
+        """Go back to the snapshot of `step`, and copy it to the next rank anew. Collective."""
+        session = self._live()
+        assert isinstance(session, RankSession), "no snapshots are taken of the reference"
+        session.replicator.restore(self._shelf.own[step])
+        session.replicator.take()
+
     def check(self) -> bool:
         """Whether all replicas hold their owner's value, bit for bit. Collective."""
         session = self._live()
@@ -116,11 +144,15 @@ class RankHost:
         if session is not None:
             session.close()
 
-    def abandon(self) -> None:
-        """End the run, if one is open, after a failure of any rank. Local, and waits for nobody."""
+    def abandon(self) -> Holdings:
+        """End the run, if one is open, after a failure of any rank, and tell which snapshots are here.
+
+        Local, and waits for nobody.
+        """
         session, self._session = self._session, None
         if session is not None:
             session.abandon()
+        return self._shelf.holdings
 
     def _live(self) -> RankSession | ReferenceSession:
         if self._session is None:

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from piper_owner.executor.config import TrainConfig
+from piper_owner.executor.snapshots import Holdings, Recovery, peer_of
 from piper_owner.executor.source import ModelSource
 from piper_owner.runtime.actor import Meeting, RankHost
 from piper_owner.runtime.cluster import Cluster
@@ -72,12 +73,13 @@ class Crew:
         self._where |= self.all("start of the actors", self.board("start"), "whereabouts", step=step)
         return missing
 
-    def release(self, failed: Iterable[int], *, patience: timedelta = _IDLE) -> tuple[int, ...]:
-        """End the run on every actor, and end those of the ranks `failed`; the ranks that have none now.
+    def release(self, failed: Iterable[int], *, patience: timedelta = _IDLE) -> dict[int, Holdings]:
+        """End the run on every actor, and end those of the ranks `failed`; what the others have, by rank.
 
         The others are done as soon as they see that their peers are gone. Those that are not within
         `patience`, or are gone too, are ended as well.
         """
+        found: dict[int, Holdings] = {}
         for rank in failed:
             self._end(rank)
         calls: dict[Any, int] = {actor.abandon.remote(): rank for rank, actor in self._actors.items()}
@@ -87,12 +89,22 @@ class Crew:
             ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=patience.total_seconds())
         for each in ready:
             try:
-                ray.get(each)
+                found[calls[each]] = ray.get(each)
             except RayError:
                 late.append(each)
         for each in late:
             self._end(calls[each])
-        return tuple(rank for rank in self.ranks if rank not in self._actors)
+        return found
+
+    def hand_over(self, recovery: Recovery, step: int) -> None:
+        """Give the ranks that have no snapshot of their own the copy that another one has kept."""
+        made: dict[int, Any] = {}
+        for rank in recovery.from_peer:
+            peer = self._actors[peer_of(rank, len(self.ranks))]
+            copy: Any = peer.give_copy.remote(recovery.step)
+            made[rank] = self._actors[rank].take_copy.remote(copy)
+        call = Call(what="hand-over of the snapshots", step=step, references=made)
+        self.gather(self.board("start"), call)
 
     def _end(self, rank: int) -> None:
         self._where.pop(rank, None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run, resolve_run
 from piper_owner.executor.recording import Recording
@@ -38,6 +40,7 @@ def train(
     recording: Recording | None = None,
     keeping: Keeping | None = None,
     max_restarts: int = 0,
+    snapshot: int | None = None,
     host_class: type[RankHost] = RankHost,
 ) -> TrainResult:
     """Train the owner run and then those of `compare`, each on the same data from the same seed.
@@ -45,7 +48,8 @@ def train(
     `source` is the model (None: the GPT). `tokens` is int32, one-dimensional; `text` names where they
     come from. `address` is that of a Ray cluster, None for the connected one or else a local one; see
     `Cluster`. `on_step` is called here after every step, and `on_restart` when a run that lost a rank
-    begins again, which it may `max_restarts` times over all runs. `recording` is what to record of the
+    begins again, which it may `max_restarts` times over all runs; `snapshot` is after how many steps each
+    to take a snapshot in memory for that (None: never). `recording` is what to record of the
     owner run, and `keeping` where to keep it. `host_class` is the actor's class.
 
     Raises InputError before anything starts, and RunError, which carries the error of the rank
@@ -55,6 +59,10 @@ def train(
     source = GPTSource() if source is None else source
     config = resolve_run(config, source)
     plans = {kind: plan_run(config, kind, source) for kind in runs if kind is not RunKind.REFERENCE}
+    if snapshot is not None and config.num_ranks == 1:
+        raise ConfigError(
+            "--snapshot with one worker: there is no other one to keep a copy; use --checkpoint DIR alone"
+        )
     kept = None if keeping is None else Kept(keeping, config, tokens)
     restarts = Restarts(max_restarts, on_restart)
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -62,12 +70,11 @@ def train(
     with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
         store = open_store(cluster.host, timeout)
         crew = Crew(config, source, cluster, store, tokens, host_class)
-        owner = RunLeader(
-            crew, RunKind.OWNER, restarts=restarts, kept=kept, recording=recording, on_step=on_step
-        )
+        lead = partial(RunLeader, crew, restarts=restarts, on_step=on_step)
+        owner = lead(RunKind.OWNER, kept=kept, snapshot=snapshot, recording=recording)
         results = {RunKind.OWNER: owner.run()}
         for kind in runs[1:]:
-            results[kind] = RunLeader(crew, kind, restarts=restarts, on_step=on_step).run()
+            results[kind] = lead(kind, snapshot=None if kind is RunKind.REFERENCE else snapshot).run()
     return TrainResult(
         config=config,
         text=text,

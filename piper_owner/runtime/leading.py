@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any, Final
 
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.recording import RankRecord, Recording
 from piper_owner.executor.results import Restart, RunResult, batch_loss, collect_run
 from piper_owner.executor.session import StepReport
+from piper_owner.executor.snapshots import Holdings, Recovery, plan_recovery
 from piper_owner.runtime.crew import Crew
 from piper_owner.runtime.failures import Call, RankFailure
 from piper_owner.runtime.keeping import Kept
@@ -26,8 +28,9 @@ _AHEAD: Final = 2
 class RunLeader:
     """One run of `kind`: `run` trains it.
 
-    `kept` is where it is kept (None: nowhere), and `recording` what to record of it. After `run`,
-    `replicas_equal` and `records` are as in TrainResult.
+    `kept` is where it is kept (None: nowhere), `snapshot` after how many steps each to take a snapshot
+    (None: never), and `recording` what to record of it. After `run`, `replicas_equal` and `records` are as
+    in TrainResult.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class RunLeader:
         *,
         restarts: Restarts,
         kept: Kept | None = None,
+        snapshot: int | None = None,
         recording: Recording | None = None,
         on_step: OnStep | None = None,
     ) -> None:
@@ -46,18 +50,22 @@ class RunLeader:
         self._ranks = (0,) if kind is RunKind.REFERENCE else crew.ranks
         self._name = f"the {kind.value} run"
         self._restarts, self._kept, self._recording, self._on_step = restarts, kept, recording, on_step
+        self._snapshot = snapshot
         self._attempts = 0
         self._board: Board = crew.board("")
         # Of the steps that stand: their losses, and what the ranks reported, where that is known.
-        self._goes_on = kept is not None and kept.keeping.resume
-        self._losses = list(kept.losses()) if kept is not None and self._goes_on else []
+        self._losses = list(kept.losses()) if kept is not None and kept.keeping.resume else []
         self._reports: dict[int, Mapping[int, StepReport]] = {}
+        self._loads = kept is not None and kept.keeping.resume
+        self._recovery: Recovery | None = None
+        self._secured = 0
+        """The last step whose snapshot is known to have counted."""
 
     def run(self) -> RunResult:
         """Train from the first step, or from the checkpoint, to the last one.
 
-        A run that loses a rank begins again from its last checkpoint, or else from its first step, as
-        often as it may. Raises RunError, or CheckpointError for a checkpoint that is none of this run's.
+        A run that loses a rank begins again from its last snapshot or checkpoint, or else from its first
+        step, as often as it may. Raises RunError, or CheckpointError for a checkpoint of another run.
         """
         while True:
             try:
@@ -70,10 +78,12 @@ class RunLeader:
         if not failure.can_restart:
             raise failure
         self._restarts.refuse_more(failure)
-        gone = self._crew.release(failure.ranks)
-        self._goes_on = self._kept is not None and self._kept.is_there
-        self._losses = list(self._kept.losses()) if self._kept is not None and self._goes_on else []
-        at_fault = failure.ranks or gone
+        patience = {}
+        if self._snapshot is not None:  # who is ended has lost its snapshots
+            patience["patience"] = timedelta(seconds=self._config.timeout_seconds + 5)
+        holdings = self._crew.release(failure.ranks, **patience)
+        self._choose(failure, holdings)
+        at_fault = failure.ranks or tuple(rank for rank in self._crew.ranks if rank not in holdings)
         self._restarts.note(
             Restart(
                 run=self._kind,
@@ -84,6 +94,23 @@ class RunLeader:
             )
         )
 
+    def _choose(self, failure: RankFailure, holdings: Mapping[int, Holdings]) -> None:
+        """Where to go on from: the later one of snapshot and checkpoint, or else the beginning."""
+        kept, size = self._kept, self._config.num_ranks
+        found = plan_recovery(holdings, size) if self._snapshot is not None else None
+        losses = kept.losses() if kept is not None and kept.is_there else ()
+        if found is None and not losses and self._secured:
+            failure.args = (
+                f"{failure}; the copy of its snapshot is lost as well, so nothing is left to go on from: "
+                "--checkpoint DIR keeps the owner run on disk",
+            )
+            raise failure
+        if found is not None and found.step > len(losses):
+            self._recovery, self._loads, self._losses = found, False, self._losses[: found.step]
+        else:
+            self._recovery, self._loads, self._losses = None, bool(losses), list(losses)
+        self._secured = 0 if self._recovery is None else self._recovery.step
+
     def _attempt(self) -> RunResult:
         crew, steps = self._crew, self._config.steps
         # Under a prefix of its own, no attempt meets what another one left in the store.
@@ -91,8 +118,14 @@ class RunLeader:
         self._attempts += 1
         self._board = crew.board(prefix)
         crew.man(len(self._losses) + 1)
+        if self._recovery is not None:
+            crew.hand_over(self._recovery, len(self._losses) + 1)
+        if self._snapshot is not None:
+            self._all("start", "keep_snapshots", None if self._recovery is None else self._recovery.step)
         self._all("start", "open", self._kind, prefix)
-        if self._kept is not None and self._goes_on:
+        if self._recovery is not None:
+            self._all("return to the snapshot", "restore", self._recovery.step)
+        elif self._kept is not None and self._loads:
             self._all("load", "load", self._kept.path)
         records = self._recording is not None and len(self._losses) < steps
         if records:
@@ -115,22 +148,33 @@ class RunLeader:
         )
 
     def _take_steps(self) -> None:
-        """Call for every step and save that is left, and wait for each in turn."""
-        steps, kept, first = self._config.steps, self._kept, len(self._losses)
+        """Call for every step, save and snapshot that is left, and wait for each in turn."""
+        steps, first = self._config.steps, len(self._losses)
         started: deque[Call] = deque()
-        saves: dict[int, Call] = {}
+        further: deque[Call] = deque()
         for index in range(first, steps + _AHEAD):
             if index < steps:
                 started.append(self._call(f"step {index + 1} of {self._name}", index, "step", index))
-                if kept is not None and kept.keeping.is_due(index + 1, steps):
-                    what = f"checkpoint after step {index + 1}"
-                    saves[index] = self._call(what, index, "save", kept.path, kept.facts)
+                further.extend(self._keep(index))
             done = index - _AHEAD
             if done >= first:
-                later = (*started, *saves.values())
-                self._note(done, self._gather(started.popleft(), later))
-                if (saved := saves.pop(done, None)) is not None:
-                    self._gather(saved, tuple(started))
+                self._note(done, self._gather(started.popleft(), (*started, *further)))
+                while further and further[0].step <= done + 1:
+                    self._gather(further.popleft(), (*started, *further))
+                self._secure(done + 1)
+
+    def _keep(self, index: int) -> Iterator[Call]:
+        """Call for what is to be kept of step `index` (from 0)."""
+        kept, step, steps = self._kept, index + 1, self._config.steps
+        if kept is not None and kept.keeping.is_due(step, steps):
+            yield self._call(f"checkpoint after step {step}", index, "save", kept.path, kept.facts)
+        if self._snapshot is not None and step % self._snapshot == 0 and step < steps:
+            yield self._call(f"snapshot after step {step}", index, "snapshot")
+
+    def _secure(self, step: int) -> None:
+        """The snapshot of `step`, if there is one, was taken: so the one before it has arrived everywhere."""
+        if self._snapshot is not None and step % self._snapshot == 0:
+            self._secured = max(self._secured, step - self._snapshot)
 
     def _note(self, index: int, reports: Mapping[int, StepReport]) -> None:
         """Step `index` (from 0) is done."""

@@ -57,6 +57,7 @@ class Phase(enum.Enum):
     MORE_IDS = "more row ids"
     NEXT_IDS = "row ids of the next step"
     ROWS = "rows"
+    SNAPSHOT = "snapshot"
 
 
 _PHASES: Final = tuple(Phase)
