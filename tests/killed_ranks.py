@@ -42,8 +42,16 @@ TOKENS = np.arange(400, dtype=np.int32) ** 2 % 251
 
 @functools.cache
 def undisturbed() -> RunResult:
-    """The owner run of CONFIG on TOKENS, on threads of this process."""
-    return train_in_process(CONFIG, token_stream(CONFIG, TOKENS)).runs[RunKind.OWNER]
+    """The owner run of CONFIG on TOKENS, on threads of this process.
+
+    With as many threads to an operation as an actor has: sums in another order have other bits.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return train_in_process(CONFIG, token_stream(CONFIG, TOKENS)).runs[RunKind.OWNER]
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True)
