@@ -25,6 +25,7 @@ from piper_owner.cli.train import write_json
 from piper_owner.cli.units import format_bytes, format_difference, format_seconds
 from piper_owner.directives import Program
 from piper_owner.directives.model import Filter, Split
+from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.results import Restart, RunResult, TiedBytes, TrainResult
@@ -87,14 +88,12 @@ def test_defaults_are_those_of_the_config() -> None:
 
 
 def test_every_option_arrives(tmp_path: Path) -> None:
-    directives = tmp_path / "schedule.json"
-    directives.write_text('[{"op": "split", "filter": {}, "num_microbatches": 3}]')
     given = options(
         *("--stages", "6", "--devices", "2", "--placement", "v", "--schedule", "gpipe"),
         *("--microbatches", "5", "--microbatch-size", "3", "--sequence-length", "7"),
         *("--layers", "8", "--hidden", "24", "--heads", "3", "--vocab", "300", "--owner", "0"),
         *("--layout", "dense", "--dp", "3", "--scope", "global"),
-        *("--model", "models:build", "--directives", str(directives)),
+        *("--model", "models:build"),
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
         *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
@@ -106,10 +105,10 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         sequence_length=7, layers=8, hidden=24, heads=3, vocab=300, owner=0, optimizer="sgd", lr=0.5,
         clip=2.0, dtype="float64", steps=9, seed=4, chunk_bytes=1000, timeout_seconds=7.5,
         layout="dense", dp=3, scope="global", model="models:build",
-        program=Program(directives=(Split(filter=Filter(), num_microbatches=3),)),
     )  # fmt: skip
     default = TrainConfig()
     same = [f.name for f in fields(config) if getattr(config, f.name) == getattr(default, f.name)]
+    same.remove("program")  # says what some of the others do
     assert same == [], "an option that is not changed is not tested"
     assert given == TrainOptions(
         config=config,
@@ -118,7 +117,30 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         json=Path("out.json"),
         address="h:1",
         checkpoint=CheckpointOptions(path=tmp_path, every=3, resume=True, max_restarts=2, snapshot=6),
+        stages_given=True,
     )
+
+
+def test_a_program_stands_in_place_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text('[{"op": "split", "filter": {}, "num_microbatches": 3}]')
+    program = Program(directives=(Split(filter=Filter(), num_microbatches=3),))
+    given = options("--directives", str(file), "--scope", "global", "--owner", "last")
+    assert given.config == TrainConfig(program=program, scope="global", owner="last")
+    for option, value in (
+        ("--stages", "4"), ("--devices", "4"), ("--placement", "loop"), ("--schedule", "1f1b"),
+        ("--microbatches", "8"), ("--dp", "1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{option} with --directives, whose program says that"):
+            options("--directives", str(file), option, value)
+
+
+def test_regions_decide_the_number_of_stages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    assert main(["train", "--model", "annotated_models:TwoRegions", "--stages", "3"]) == 2
+    assert "--stages 3: annotated_models:TwoRegions has 2 regions, and so 2 stages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["auto", "first", "last"])

@@ -31,6 +31,7 @@ from piper_owner.ownership import OwnerChoice
 __all__ = ["TrainOptions", "build_parser", "read"]
 
 _DEFAULTS: Final = {field.name: field.default for field in fields(TrainConfig)}
+_IN_PROGRAM: Final = ("stages", "devices", "placement", "schedule", "microbatches", "dp")
 _COMPARED: Final = tuple(kind for kind in RunKind if kind is not RunKind.OWNER)
 
 _DESCRIPTION: Final = """\
@@ -82,6 +83,21 @@ class TrainOptions:
     address: str | None = None
     pictures: PictureOptions = field(default_factory=PictureOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    stages_given: bool = False
+
+
+class _Noted(argparse.Action):
+    """Stores the value, and that it was given: a default may give way without a word, a wish may not."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {*getattr(namespace, "given", ()), self.dest}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -121,7 +137,12 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
     """
     values: dict[str, Any] = {name: getattr(arguments, name) for name in _DEFAULTS if name in arguments}
     values["owner"] = _read_owner(arguments.owner)
+    given: set[str] = getattr(arguments, "given", set())
     if arguments.directives is not None:
+        if twice := [f"--{name}" for name in _IN_PROGRAM if name in given]:
+            raise ConfigError(
+                f"{', '.join(twice)} with --directives, whose program says that; give one or the other"
+            )
         values["program"] = read_program(arguments.directives)
     options = TrainOptions(
         config=TrainConfig(**values),
@@ -131,6 +152,7 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
         address=arguments.address,
         pictures=read_pictures(arguments),
         checkpoint=read_checkpoint(arguments),
+        stages_given="stages" in given,
     )
     if options.json is not None:
         _check_output(options.json)
@@ -150,6 +172,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--devices",
         type=int,
+        action=_Noted,
         default=0,
         metavar="N",
         help="workers that share the stages (default: one per stage; half as many under --placement v)",
@@ -212,8 +235,8 @@ def _add_directives(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="FILE",
         help="a schedule program, a JSON array of directives, that says which device runs which stage and in "
-        "which order, in place of --stages, --devices, --placement, --schedule, --microbatches and --dp; "
-        "'piper-owner verify' checks it (default: none)",
+        "which order, in place of --stages, --devices, --placement, --schedule, --microbatches and --dp, "
+        "which are refused beside it; 'piper-owner verify' checks it (default: none)",
     )
 
 
@@ -309,6 +332,7 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: type, metavar: str, te
         f"--{name.replace('_', '-')}",
         dest=name,
         type=kind,
+        action=_Noted,
         default=_DEFAULTS[name],
         metavar=metavar,
         help=f"{text} (default: %(default)s)",
@@ -317,7 +341,11 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: type, metavar: str, te
 
 def _choose(group: argparse._ArgumentGroup, name: str, choices: tuple[str, ...], text: str) -> None:
     group.add_argument(
-        f"--{name}", choices=choices, default=_DEFAULTS[name], help=f"{text} (default: %(default)s)"
+        f"--{name}",
+        choices=choices,
+        action=_Noted,
+        default=_DEFAULTS[name],
+        help=f"{text} (default: %(default)s)",
     )
 
 

@@ -24,7 +24,7 @@ from piper_owner.cli.report import train_page
 from piper_owner.cli.termination import orderly_termination
 from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
-from piper_owner.errors import RunError
+from piper_owner.errors import ConfigError, RunError
 from piper_owner.executor.config import RunKind
 from piper_owner.executor.plan import plan_run, resolve_run
 from piper_owner.executor.recording import Recording, trace_of_run
@@ -50,7 +50,12 @@ def run(options: TrainOptions) -> int:
     if options.address is not None:
         check_address(options.address)
     source = model_source(options.config.model)
-    options = replace(options, config=resolve_run(options.config, source))
+    asked, options = options.config, replace(options, config=resolve_run(options.config, source))
+    if options.stages_given and options.config.stages != asked.stages:
+        raise ConfigError(
+            f"--stages {asked.stages}: {asked.model} has {options.config.stages} regions, and so "
+            f"{options.config.stages} stages; leave --stages out, or change the regions"
+        )
     for kind in (RunKind.OWNER, *options.compare):
         if kind is not RunKind.REFERENCE:
             plan_run(options.config, kind, source)
