@@ -57,8 +57,8 @@ examples:
       see each rank's steps in ui.perfetto.dev, and the run as one page
   piper-owner train --checkpoint run --every 10
       keep the run; later --resume goes on from there, also on other stages
-  piper-owner train --checkpoint run --every 10 --max-restarts 3
-      a worker that is killed costs ten steps at most, and changes nothing
+  piper-owner train --checkpoint run --every 100 --snapshot 5 --max-restarts 3
+      a worker that is killed costs five steps at most, and changes nothing
   piper-owner train --layout dense
       both devices keep a working copy; the embedding's owns it
   piper-owner train --model my_models:build --directives schedule.json
