@@ -68,7 +68,7 @@ examples:
 
 exit status:
   0 done, 1 a run failed, 2 bad input (found before anything starts),
-  130 interrupted
+  130 interrupted, 143 ended by SIGTERM; with --checkpoint the run is saved
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from piper_owner.cli.units import format_bytes
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.results import Restart
-from piper_owner.runtime.progress import OnRestart, OnStep, StepProgress
+from piper_owner.runtime.progress import OnRestart, OnStep, OnStop, StepProgress
 
 __all__ = ["Shown", "show_progress"]
 
@@ -21,10 +22,11 @@ _LINES_PER_RUN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What to call after every step, and at every restart."""
+    """What to call after every step, at every restart, and when the run is to be saved and to end."""
 
     on_step: OnStep
     on_restart: OnRestart
+    on_stop: OnStop
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def show_progress(console: Console, config: TrainConfig, runs: Sequence[RunKind]
     def print_restart(restart: Restart) -> None:
         console.print(_again(restart), soft_wrap=True, markup=False, highlight=False)
 
-    yield Shown(on_step=print_line, on_restart=print_restart)
+    yield Shown(on_step=print_line, on_restart=print_restart, on_stop=partial(_say_stop, console))
 
 
 @contextmanager
@@ -73,7 +75,15 @@ def _live(console: Console, config: TrainConfig, runs: Sequence[RunKind]) -> Ite
             progress.update(tasks[restart.run], completed=restart.from_step, figures="restarting")
             progress.console.print(_again(restart), soft_wrap=True, markup=False, highlight=False)
 
-        yield Shown(on_step=update, on_restart=begin_again)
+        yield Shown(on_step=update, on_restart=begin_again, on_stop=partial(_say_stop, progress.console))
+
+
+def _say_stop(console: Console, step: int) -> None:
+    console.print(
+        f"stopping after step {step}, to save it; the same signal once more ends at once",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def _again(restart: Restart) -> str:

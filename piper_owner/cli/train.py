@@ -33,6 +33,7 @@ from piper_owner.executor.source import ModelSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.runtime import environment
 from piper_owner.runtime.address import check_address
+from piper_owner.runtime.signals import Stopped
 from piper_owner.tracing.chrome import format_trace
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ __all__ = ["run", "write_json"]
 def run(options: TrainOptions) -> int:
     """Train as asked, print the tables to stdout (progress to stderr), and return the exit status.
 
-    Raises InputError before anything starts, RunError when a rank fails.
+    Raises InputError before anything starts, RunError when a rank fails. A run that a signal has stopped, and
+    that was saved, ends with 128 and the signal's number.
     """
     out, notes = Console(file=sys.stdout), Console(file=sys.stderr, highlight=False)
     if options.address is not None:
@@ -65,13 +67,29 @@ def run(options: TrainOptions) -> int:
     if options.pictures.profile is not None:
         with _writing("--profile", options.pictures.profile):
             options.pictures.profile.mkdir(exist_ok=True)
-    result = _train(options, source, text, tokens, notes)
+    try:
+        result = _train(options, source, text, tokens, notes)
+    except Stopped as stopped:
+        notes.print(_describe_stop(stopped, options.checkpoint.path), soft_wrap=True, markup=False)
+        return 128 + stopped.number
     print_result(result, out)
     if options.json is not None:
         with _writing("--json", options.json):
             write_json(options.json, result.to_json())
     _write_pictures(options, result)
     return 0
+
+
+def _describe_stop(stopped: Stopped, path: Path | None) -> str:
+    """What has become of a run that a signal has stopped, and how to go on."""
+    text = "piper-owner: interrupted; everything that was started has ended"
+    if stopped.failure:
+        text += f"; the last steps could not be saved ({stopped.failure})"
+    if not stopped.is_kept:
+        return f"{text}; no step was taken that could be saved"
+    return (
+        f"{text}; {path} holds the run up to step {stopped.step}, and the same command with --resume goes on"
+    )
 
 
 @contextmanager
@@ -143,6 +161,7 @@ def _train(
             address=options.address,
             on_step=shown.on_step,
             on_restart=shown.on_restart,
+            on_stop=shown.on_stop,
             recording=_recording(options),
             keeping=_keeping(options),
             max_restarts=options.checkpoint.max_restarts,

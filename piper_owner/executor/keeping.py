@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from piper_owner.ownership import OwnershipPlan
 from piper_owner.transport.agreement import Agreement
 from piper_owner.transport.base import Fabric
 
-__all__ = ["Keeper", "check_same_run", "kept_losses", "run_facts"]
+__all__ = ["Keeper", "check_same_run", "joined_losses", "kept_losses", "run_facts"]
 
 _MATTERS: Final = (
     *("model", "vocab", "hidden", "layers", "heads", "optimizer", "lr", "clip", "dtype", "seed"),
@@ -63,6 +63,11 @@ def kept_losses(kept: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(losses)
 
 
+def joined_losses(before: Sequence[float], shares: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """The losses of the batches: those `before`, and the sums of what the ranks had of each since then."""
+    return (*before, *(math.fsum(each) for each in zip(*shares, strict=True)))
+
+
 class Keeper:
     """Saves and loads what `executor` and its `modules` have. `save`, `load`, `together` are collective."""
 
@@ -97,8 +102,7 @@ class Keeper:
         """Save after the last step; see `checkpoint.save`."""
         team = self._ranks()
         shares = [json.loads(text) for text in team.everyone(lambda: json.dumps(self._losses))]
-        losses = [math.fsum(each) for each in zip(*shares, strict=True)]
-        extra = {"run": dict(facts), "losses": [*self._before, *losses]}
+        extra = {"run": dict(facts), "losses": list(joined_losses(self._before, shares))}
         self._executor.flush()
         saver = Saver(Path(path), self._executor.step, extra)
         saver.plan(team, self._holding, check=self._executor.check)

@@ -119,12 +119,16 @@ class RankHost:
         # What Ray hands over is read-only, and lies in the object store.
         self._shelf.own[snapshot.step] = Snapshot(step=snapshot.step, data=snapshot.data.copy())
 
-    def restore(self, step: int) -> None:
-        """Go back to the snapshot of `step`, and copy it to the next rank anew. Collective."""
+    def restore(self, step: int) -> tuple[list[float], list[float]]:
+        """Go back to the snapshot of `step`, and copy it to the next rank anew. Collective.
+
+        Gives the losses of the steps before this rank began, and its share of those since.
+        """
         session = self._live()
         assert isinstance(session, RankSession), "no snapshots are taken of the reference"
         session.replicator.restore(self._shelf.own[step])
         session.replicator.take()
+        return session.keeper.losses
 
     def check(self) -> bool:
         """Whether all replicas hold their owner's value, bit for bit. Collective."""

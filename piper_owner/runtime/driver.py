@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -20,8 +21,9 @@ from piper_owner.runtime.cluster import Cluster
 from piper_owner.runtime.crew import Crew
 from piper_owner.runtime.keeping import Keeping, Kept
 from piper_owner.runtime.leading import RunLeader
-from piper_owner.runtime.progress import OnRestart, OnStep
+from piper_owner.runtime.progress import OnRestart, OnStep, OnStop
 from piper_owner.runtime.restarts import Restarts
+from piper_owner.runtime.signals import noticed
 from piper_owner.runtime.store import open_store
 
 __all__ = ["train"]
@@ -37,6 +39,7 @@ def train(
     address: str | None = None,
     on_step: OnStep | None = None,
     on_restart: OnRestart | None = None,
+    on_stop: OnStop | None = None,
     recording: Recording | None = None,
     keeping: Keeping | None = None,
     max_restarts: int = 0,
@@ -50,10 +53,12 @@ def train(
     `Cluster`. `on_step` is called here after every step, and `on_restart` when a run that lost a rank
     begins again, which it may `max_restarts` times over all runs; `snapshot` is after how many steps each
     to take a snapshot in memory for that (None: never). `recording` is what to record of the
-    owner run, and `keeping` where to keep it. `host_class` is the actor's class.
+    owner run, and `keeping` where to keep it. With both `keeping` and `on_stop`, the first SIGINT, SIGTERM or
+    SIGHUP during the owner run saves it and ends it: `on_stop` is told the last step. `host_class` is
+    the actor's class.
 
     Raises InputError before anything starts, and RunError, which carries the error of the rank
-    that failed first, after everything that was started here has ended.
+    that failed first, after everything that was started here has ended; and Stopped after a signal.
     """
     runs = [RunKind.OWNER, *(kind for kind in RunKind if kind in compare and kind is not RunKind.OWNER)]
     source = GPTSource() if source is None else source
@@ -71,8 +76,11 @@ def train(
         store = open_store(cluster.host, timeout)
         crew = Crew(config, source, cluster, store, tokens, host_class)
         lead = partial(RunLeader, crew, restarts=restarts, on_step=on_step)
-        owner = lead(RunKind.OWNER, kept=kept, snapshot=snapshot, recording=recording)
-        results = {RunKind.OWNER: owner.run()}
+        with noticed() if kept is not None and on_stop is not None else nullcontext() as stop:
+            owner = lead(
+                RunKind.OWNER, kept=kept, snapshot=snapshot, recording=recording, stop=stop, on_stop=on_stop
+            )
+            results = {RunKind.OWNER: owner.run()}
         for kind in runs[1:]:
             results[kind] = lead(kind, snapshot=None if kind is RunKind.REFERENCE else snapshot).run()
     return TrainResult(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from piper_owner.executor.config import RunKind
 from piper_owner.executor.results import Restart
 
-__all__ = ["OnRestart", "OnStep", "StepProgress"]
+__all__ = ["OnRestart", "OnStep", "OnStop", "StepProgress"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +27,5 @@ class StepProgress:
 
 OnStep = Callable[[StepProgress], None]
 OnRestart = Callable[[Restart], None]
+OnStop = Callable[[int], None]
+"""Told the last step that is still taken, when a run is to be saved and to end."""
