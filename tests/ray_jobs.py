@@ -56,10 +56,16 @@ def processes_of(session: int) -> dict[int, str]:
 
 
 def kill_session(session: int) -> None:
-    """Kill whatever is alive in a session."""
-    for pid in processes_of(session):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill whatever is alive in a session, also what it starts meanwhile, and see it end."""
+
+    def ended() -> bool:
+        left = processes_of(session)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    wait_until(ended, 30)
 
 
 @dataclass

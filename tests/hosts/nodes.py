@@ -49,6 +49,10 @@ class TwoNodes:
             for session in self.sessions
         ]
 
+    def stop(self, host: int) -> None:
+        """End every process of the node of `host` at once, as a power cut does."""
+        kill_session(self.sessions[host])
+
     def start(self, host: int) -> None:
         """Start the node of `host`, or start it anew."""
         options = (
