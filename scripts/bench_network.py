@@ -45,7 +45,7 @@ from typing import NoReturn
 
 from piper_owner.bench.config import BenchConfig, add_options, check_output, config_of
 from piper_owner.bench.launch import run_pair
-from piper_owner.bench.result import STEPS_HEADER, WAYS_HEADER, BenchResult
+from piper_owner.bench.result import EXPOSED_HEADER, STEPS_HEADER, WAYS_HEADER, BenchResult
 from piper_owner.bench.two_hosts import two_hosts
 from piper_owner.errors import ConfigError, InputError, PiperOwnerError, ResourceError
 
@@ -123,6 +123,8 @@ def show(result: BenchResult, config: BenchConfig, options: argparse.Namespace) 
             f"{train.microbatches} microbatches, {train.tokens_per_step:,} tokens per step"
         )
         print_table(STEPS_HEADER, result.step_cells())
+        print()
+        print_table(EXPOSED_HEADER, result.exposed_cells())
     print("", *result.notes(), sep="\n")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"load of this machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores")

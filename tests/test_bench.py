@@ -18,7 +18,15 @@ from rich.console import Console
 
 from piper_owner.bench.config import BenchConfig, Host, StepWay, Way
 from piper_owner.bench.launch import LOCAL, run_pair
-from piper_owner.bench.result import STEPS_HEADER, WAYS_HEADER, BenchResult, WayFigures
+from piper_owner.bench.predict import PREDICTED, Inputs, planned_exposed
+from piper_owner.bench.result import (
+    EXPOSED_HEADER,
+    STEPS_HEADER,
+    WAYS_HEADER,
+    BenchResult,
+    Exposed,
+    WayFigures,
+)
 from piper_owner.cli import main
 from piper_owner.cli.bench import print_figures
 from piper_owner.errors import ConfigError, DataError, RunError
@@ -31,7 +39,8 @@ TINY = (
 )
 # What the figures of one way are called, and the whole file.
 FIGURES = {"sync_seconds", "step_seconds", "total_seconds", "bytes", "limit_seconds"}
-KEYS = {"rate_bits_per_s", "table", "tokens", "unique_rows", "ways", "steps"}
+KEYS = {"rate_bits_per_s", "table", "tokens", "unique_rows", "ways", "steps", "exposed", "inputs", "auto"}
+STEPS = ["untied", "allreduce", "dense", "dense_last", "rows"]
 NUM_BYTES = 600 * 8 * 4
 
 
@@ -43,14 +52,28 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+def check_inputs(value: object) -> None:
+    assert isinstance(value, dict)
+    assert set(value) == set(Inputs.__dataclass_fields__)
+    assert all(seconds > 0 for name in ("forward_seconds", "backward_seconds") for seconds in value[name])
+    assert all(value[name] > 0 for name in set(value) - {"forward_seconds", "backward_seconds"})
+
+
 def check_figures(value: dict[str, object], *, steps: bool = True) -> dict[str, dict[str, float]]:
     assert set(value) == KEYS
     assert value["table"] == [600, 8]
     assert value["tokens"] == 64
     assert 1 < int(str(value["unique_rows"])) <= 64
     assert isinstance(value["steps"], dict)
-    assert list(value["steps"]) == (["untied", "allreduce", "dense", "rows"] if steps else [])
+    assert list(value["steps"]) == (STEPS if steps else [])
     assert all(seconds > 0 for seconds in value["steps"].values())
+    assert isinstance(value["exposed"], dict)
+    assert list(value["exposed"]) == (STEPS[2:] if steps else [])
+    for exposed in value["exposed"].values():
+        assert exposed["lowest_seconds"] <= exposed["measured_seconds"] <= exposed["highest_seconds"]
+    assert value["auto"] == ("rows" if steps else None)
+    if steps:
+        check_inputs(value["inputs"])
     ways = value["ways"]
     assert isinstance(ways, dict)
     assert list(ways) == ["allreduce", "dense_serial", "dense", "rows"]
@@ -146,6 +169,39 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "--steps-microbatches N" in out
 
 
+# 16,384,000 parameters in 65.5 MB, over a link of 1 Gbit/s: 0.524 s.
+INPUTS = Inputs(
+    forward_seconds=(0.05, 0.1),
+    backward_seconds=(0.12, 0.2),
+    lookup_seconds=0.02,
+    rows_lookup_seconds=0.001,
+    table_step_seconds=0.03,
+    rate_bits_per_s=1e9,
+    latency_seconds=1e-4,
+    num_rows=500,
+)
+WIRE = 32_000 * 512 * 4 * 8 / 1e9
+
+
+class TestPlannedExposed:
+    def test_dense_waits_for_the_link_and_steps_one_table_less(self) -> None:
+        found = planned_exposed(BenchConfig(), INPUTS)
+        # One more chunk is under way, and one table less is stepped behind the last backward.
+        chunk = WIRE / 16
+        assert WIRE - 0.03 < found[StepWay.DENSE] < WIRE - 0.03 + 2 * chunk
+        # Both begin when the first stage ends its last backward, where the other gradient waits or begins.
+        assert found[StepWay.DENSE_LAST] == pytest.approx(found[StepWay.DENSE] + 1e-4, rel=1e-6)
+
+    def test_rows_wait_for_two_messages_and_save_a_part_of_each_backward(self) -> None:
+        rows = planned_exposed(BenchConfig(), INPUTS)[StepWay.ROWS]
+        assert rows < 0.5 * WIRE
+        costly = planned_exposed(BenchConfig(), replace(INPUTS, lookup_seconds=0.04))[StepWay.ROWS]
+        assert costly < rows - 0.02
+        many = planned_exposed(BenchConfig(), replace(INPUTS, num_rows=5000))[StepWay.ROWS]
+        # Ids there, rows back, and their gradients: one behind the other.
+        assert many - rows == pytest.approx(4500 * (4 + 2 * 512 * 4) * 8 / 1e9, rel=0.05)
+
+
 def made_result() -> BenchResult:
     figures = WayFigures(
         sync_seconds=0.2, step_seconds=0.1, total_seconds=0.3, bytes=4_000_000, limit_seconds=0.1
@@ -153,8 +209,27 @@ def made_result() -> BenchResult:
     ways = dict.fromkeys(Way, figures) | {
         Way.ROWS: replace(figures, sync_seconds=0.02, total_seconds=0.12, limit_seconds=0.02)
     }
-    steps = dict(zip(StepWay, (2.0, 2.2, 2.1, 1.9), strict=True))
-    return BenchResult(rate_bits_per_s=1e9, table=(1000, 10), tokens=9, unique_rows=5, ways=ways, steps=steps)
+    steps = dict(zip(StepWay, (2.0, 2.2, 2.1, 2.09, 1.9), strict=True))
+    return BenchResult(
+        rate_bits_per_s=1e9,
+        table=(1000, 10),
+        tokens=9,
+        unique_rows=5,
+        ways=ways,
+        steps=steps,
+        exposed=dict(zip(PREDICTED, map(made_exposed, (0.1, 0.09, -0.1)), strict=True)),
+        inputs=INPUTS,
+        auto=StepWay.ROWS,
+    )
+
+
+def made_exposed(seconds: float) -> Exposed:
+    return Exposed(
+        predicted_seconds=1.1 * seconds,
+        measured_seconds=seconds,
+        lowest_seconds=seconds - 1.0,
+        highest_seconds=seconds + 1.0,
+    )
 
 
 def test_result_survives_json() -> None:
@@ -190,12 +265,23 @@ def test_tables_and_notes() -> None:
     result = made_result()
     assert {len(row) for row in result.way_cells()} == {len(WAYS_HEADER)}
     assert {len(row) for row in result.step_cells()} == {len(STEPS_HEADER)}
+    assert {len(row) for row in result.exposed_cells()} == {len(EXPOSED_HEADER)}
+    assert result.exposed_cells()[-1] == ("rows", "-110.0", "-100.0", "-1100.0 to 900.0", "1.10x")
     assert result.way_cells()[-1] == (*("rows", "20.0", "100.0", "120.0", "4.00", "20.0", "1.00x", "0.400x"),)
     assert result.notes() == [
         "rows: a sync takes 1.00x its limit; an all-reduce takes 10.0x as long (5.0x by the limits)",
         "dense: sync and step take 1.000x the time of all-reduce and both steps",
         "1F1B: a whole step takes 0.950x the untied one with rows, 1.100x with all-reduce",
+        "least exposed first, predicted: rows, dense_last, dense; measured: rows, dense_last, dense; auto "
+        "takes rows",
     ]
+    equal = dict(result.exposed) | {
+        StepWay.DENSE_LAST: replace(result.exposed[StepWay.DENSE_LAST], predicted_seconds=0.1101)
+    }
+    assert replace(result, exposed=equal).notes()[-1] == (
+        "least exposed first, predicted: rows, dense = dense_last; measured: rows, dense_last, dense; auto "
+        "takes rows"
+    )
 
 
 # The script

@@ -190,6 +190,22 @@ class TestSteps:
         # 1F1B of 4 microbatches on 3 stages: 4 + 2 turns of one forward and one backward.
         assert found.plans[Method.NAIVE].timing.step_seconds == pytest.approx(6 * 3.0, rel=1e-3)
 
+    def test_given_backward_seconds_are_taken(self) -> None:
+        found = small(
+            stage_seconds=(1.0, 1.0, 1.0), backward_seconds=(5.0, 5.0, 5.0), bandwidth=1e12, latency=0.0
+        )
+        assert found.plans[Method.NAIVE].timing.step_seconds == pytest.approx(6 * 6.0, rel=1e-3)
+
+    def test_nothing_hides_behind_a_barrier(self) -> None:
+        for method, owner in ((Method.DENSE, 0), (Method.DENSE, 2), (Method.ROWS, 2)):
+            free, bound = (
+                small(bandwidth=1e9, barrier=barrier, transfer=Transfer.STREAMED) for barrier in (False, True)
+            )
+            alone = bound.tried[method, owner].timing
+            assert alone.step_seconds == alone.timeline.makespan
+            assert alone.window == (0.0, alone.step_seconds)
+            assert alone.step_seconds >= free.tried[method, owner].timing.step_seconds - 1e-9
+
     def test_one_stage_has_nothing_to_exchange(self) -> None:
         shapes = gpt_shapes(1, vocab=300, hidden=16, layers=2, heads=2, context=8)
         found = compare_methods(shapes, plan_config(stages=1, tokens=64))
@@ -341,8 +357,9 @@ def test_sizes_and_times() -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"stages": 0}, {"devices": 9}, {"tokens": 3}, {"bandwidth": 0.0}, {"bandwidth": float("nan")},
-     {"latency": float("inf")}, {"stage_seconds": (1.0,)}, {"microbatches": 10**6}, {"chunk_bytes": 0}],
+     {"latency": float("inf")}, {"stage_seconds": (1.0,)}, {"microbatches": 10**6},
+     {"backward_seconds": (1.0,)}, {"chunk_bytes": 0}],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="--"):
+    with pytest.raises(ConfigError, match=r"--|backward_seconds"):
         PlanConfig(**changes)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import TrainConfig
-from piper_owner.ownership import LayoutChoice
+from piper_owner.ownership import LayoutChoice, OwnerChoice
 
 __all__ = ["BenchConfig", "Host", "StepWay", "Way", "add_options", "check_output", "config_of"]
 
@@ -25,11 +25,15 @@ class Way(enum.Enum):
 
 
 class StepWay(enum.Enum):
-    """The ways to train the whole pipeline; UNTIED has two tables that nothing keeps in step."""
+    """The ways to train the whole pipeline; UNTIED has two tables that nothing keeps in step.
+
+    DENSE is owned by the first stage, DENSE_LAST by the last one, and so is ROWS.
+    """
 
     UNTIED = "untied"
     ALLREDUCE = "allreduce"
     DENSE = "dense"
+    DENSE_LAST = "dense_last"
     ROWS = "rows"
 
 
@@ -91,7 +95,7 @@ class BenchConfig:
         if not self.skip_steps:
             self.train_config("dense")
 
-    def train_config(self, layout: LayoutChoice) -> TrainConfig:
+    def train_config(self, layout: LayoutChoice, owner: OwnerChoice = "auto") -> TrainConfig:
         """The pipeline of the whole training steps."""
         return TrainConfig(
             stages=2,
@@ -104,6 +108,7 @@ class BenchConfig:
             heads=max(heads for heads in (8, 4, 2, 1) if self.steps_hidden % heads == 0),
             layers=self.steps_layers,
             layout=layout,
+            owner=owner,
             chunk_bytes=self.chunk_bytes,
             timeout_seconds=self.timeout_seconds,
         )

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from piper_owner.bench.calibrate import Calibration, measured_latency
 from piper_owner.bench.clock import Clock, InterfaceCounter, measured_rate
 from piper_owner.bench.config import BenchConfig, Host, StepWay, Way
-from piper_owner.bench.result import BenchResult, WayFigures
+from piper_owner.bench.predict import Inputs, planned_exposed
+from piper_owner.bench.result import BenchResult, Exposed, WayFigures
 from piper_owner.bench.ways import Lap, make_way
 from piper_owner.data.batches import TokenStream
 from piper_owner.executor.config import RunKind
+from piper_owner.executor.plan import plan_run
 from piper_owner.executor.session import RankSession
-from piper_owner.ownership import LayoutChoice
+from piper_owner.executor.source import GPTSource
+from piper_owner.ownership import LayoutChoice, OwnerChoice
 from piper_owner.transport import GlooFabric
 
 __all__ = ["run_rank"]
@@ -29,11 +33,12 @@ T = TypeVar("T")
 _WARM_UP: Final = 2
 """Rounds that are not timed: they make optimizer state, staging buffers and connections."""
 
-_RUNS: Final[dict[StepWay, tuple[RunKind, LayoutChoice]]] = {
-    StepWay.UNTIED: (RunKind.NAIVE, "dense"),
-    StepWay.ALLREDUCE: (RunKind.ALLREDUCE, "dense"),
-    StepWay.DENSE: (RunKind.OWNER, "dense"),
-    StepWay.ROWS: (RunKind.OWNER, "rows"),
+_RUNS: Final[dict[StepWay, tuple[RunKind, LayoutChoice, OwnerChoice]]] = {
+    StepWay.UNTIED: (RunKind.NAIVE, "dense", "auto"),
+    StepWay.ALLREDUCE: (RunKind.ALLREDUCE, "dense", "auto"),
+    StepWay.DENSE: (RunKind.OWNER, "dense", "first"),
+    StepWay.DENSE_LAST: (RunKind.OWNER, "dense", "last"),
+    StepWay.ROWS: (RunKind.OWNER, "rows", "last"),
 }
 
 
@@ -60,7 +65,7 @@ def run_rank(
         tokens=ids.numel(),
         unique_rows=ids.unique().numel(),
         ways=bench.ways(ids, rate),
-        steps={} if config.skip_steps else bench.steps(step_tokens),
+        **({} if config.skip_steps else bench.steps(step_tokens)),
     )
 
 
@@ -96,13 +101,15 @@ class _Rank:
                 laps[way].append(lap)
         return {way: _figures(laps[way], rate, is_duplex=runners[way].is_duplex) for way in Way}
 
-    def steps(self, tokens: NDArray[np.int32]) -> dict[StepWay, float]:
-        """Median seconds of a whole training step, by way."""
+    def steps(self, tokens: NDArray[np.int32]) -> dict[str, Any]:
+        """The fields of a result that are about whole training steps."""
         config = self._config
         sessions = {}
-        for way, (kind, layout) in _RUNS.items():
+        for way, (kind, layout, owner) in _RUNS.items():
             fabric = self.fabric(f"step {way.value}")
-            sessions[way] = RankSession(config.train_config(layout), kind, fabric)
+            sessions[way] = RankSession(config.train_config(layout, owner), kind, fabric)
+        calibration = Calibration(self._rank, config.steps_vocab, config.steps_hidden)
+        sessions[StepWay.UNTIED].observe(calibration.times)
         stream = TokenStream(
             tokens,
             microbatches=config.steps_microbatches,
@@ -119,9 +126,20 @@ class _Rank:
             elapsed = self.clock.since(start)
             if is_timed:
                 seconds[way].append(elapsed)
+            if way is StepWay.UNTIED:
+                calibration.note_step(is_timed=is_timed)
+                calibration.look_up(torch.from_numpy(batch.ids).unbind(0), is_timed=is_timed)
         for session in sessions.values():
             session.close()
-        return {way: statistics.median(times) for way, times in seconds.items()}
+        rate = measured_rate(self.fabric("step rate"), self.clock)
+        latency = measured_latency(self.fabric("latency"), self.clock)
+        inputs = calibration.inputs(self.clock, rate, latency)
+        return {
+            "steps": {way: statistics.median(times) for way, times in seconds.items()},
+            "exposed": _exposed(config, inputs, seconds),
+            "inputs": inputs,
+            "auto": _elected(config),
+        }
 
     def _turns(self, ways: Sequence[T]) -> Iterator[tuple[bool, T]]:
         """(whether it counts, way): all of them in every round, another one first each time."""
@@ -132,6 +150,32 @@ class _Rank:
 
     def _counted(self) -> tuple[int, int] | None:
         return None if self._counter is None else self._counter.read()
+
+
+def _exposed(
+    config: BenchConfig, inputs: Inputs, seconds: Mapping[StepWay, Sequence[float]]
+) -> dict[StepWay, Exposed]:
+    """Beside the prediction, the median of what a step took longer than the untied one of its round."""
+    predicted = planned_exposed(config, inputs)
+    untied = seconds[StepWay.UNTIED]
+    longer = {way: [a - b for a, b in zip(seconds[way], untied, strict=True)] for way in predicted}
+    return {
+        way: Exposed(
+            predicted_seconds=predicted[way],
+            measured_seconds=statistics.median(longer[way]),
+            lowest_seconds=min(longer[way]),
+            highest_seconds=max(longer[way]),
+        )
+        for way in predicted
+    }
+
+
+def _elected(config: BenchConfig) -> StepWay:
+    """The way that `layout="auto"` and `owner="auto"` take for this model."""
+    (tie,) = plan_run(config.train_config("auto"), RunKind.OWNER, GPTSource()).ownership.ties
+    if tie.row_replicas:
+        return StepWay.ROWS
+    return StepWay.DENSE if tie.owner == 0 else StepWay.DENSE_LAST
 
 
 def _figures(laps: Sequence[Lap], rate: float, *, is_duplex: bool) -> WayFigures:

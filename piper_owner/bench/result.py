@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from piper_owner.bench.config import StepWay, Way
+from piper_owner.bench.predict import Inputs, inputs_from_json
 
-__all__ = ["STEPS_HEADER", "WAYS_HEADER", "BenchResult", "WayFigures"]
+__all__ = ["EXPOSED_HEADER", "STEPS_HEADER", "WAYS_HEADER", "BenchResult", "Exposed", "WayFigures"]
 
 WAYS_HEADER: Final = (
     *("way", "sync ms", "step ms", "total ms", "MB", "limit ms", "sync/limit", "total/all-reduce"),
 )
 STEPS_HEADER: Final = ("training step", "seconds", "against untied")
+EXPOSED_HEADER: Final = ("exposed sync", "predicted ms", "measured ms", "rounds ms", "predicted/measured")
+
+_EQUAL: Final = 1e-3
+"""Of an untied step: predictions that differ by less are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,19 @@ class WayFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exposed:
+    """What a training step takes longer than the untied one; less than nothing where it is shorter.
+
+    measured_seconds: the median over the rounds, of which lowest and highest are the ends.
+    """
+
+    predicted_seconds: float
+    measured_seconds: float
+    lowest_seconds: float
+    highest_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """All figures of one run."""
 
@@ -45,7 +64,12 @@ class BenchResult:
     unique_rows: int
     ways: Mapping[Way, WayFigures]
     steps: Mapping[StepWay, float] = field(default_factory=dict)
-    """Seconds of a whole training step; empty where they were left out."""
+    """Seconds of a whole training step; empty where they were left out, as what follows."""
+    exposed: Mapping[StepWay, Exposed] = field(default_factory=dict)
+    inputs: Inputs | None = None
+    """What the predictions among `exposed` were made from."""
+    auto: StepWay | None = None
+    """What `layout="auto"` and `owner="auto"` take."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict: the fields of this class by name, with ways by theirs."""
@@ -56,6 +80,9 @@ class BenchResult:
             "unique_rows": self.unique_rows,
             "ways": {way.value: asdict(figures) for way, figures in self.ways.items()},
             "steps": {way.value: seconds for way, seconds in self.steps.items()},
+            "exposed": {way.value: asdict(figures) for way, figures in self.exposed.items()},
+            "inputs": None if self.inputs is None else asdict(self.inputs),
+            "auto": None if self.auto is None else self.auto.value,
         }
 
     @classmethod
@@ -69,6 +96,9 @@ class BenchResult:
             unique_rows=value["unique_rows"],
             ways={Way(name): WayFigures(**figures) for name, figures in value["ways"].items()},
             steps={StepWay(name): seconds for name, seconds in value["steps"].items()},
+            exposed={StepWay(name): Exposed(**figures) for name, figures in value["exposed"].items()},
+            inputs=None if value["inputs"] is None else inputs_from_json(value["inputs"]),
+            auto=None if value["auto"] is None else StepWay(value["auto"]),
         )
 
     def title(self) -> str:
@@ -104,6 +134,27 @@ class BenchResult:
             for way, seconds in self.steps.items()
         ]
 
+    def exposed_cells(self) -> list[tuple[str, ...]]:
+        """A row for each way that is predicted, below EXPOSED_HEADER."""
+        return [
+            (
+                way.value,
+                _milliseconds(each.predicted_seconds),
+                _milliseconds(each.measured_seconds),
+                f"{_milliseconds(each.lowest_seconds)} to {_milliseconds(each.highest_seconds)}",
+                f"{each.predicted_seconds / each.measured_seconds:.2f}x" if each.measured_seconds else "-",
+            )
+            for way, each in self.exposed.items()
+        ]
+
+    def _order_note(self) -> str:
+        predicted = {way: each.predicted_seconds for way, each in self.exposed.items()}
+        measured = {way: each.measured_seconds for way, each in self.exposed.items()}
+        auto = "" if self.auto is None else f"; auto takes {self.auto.value}"
+        # As among the planner's owners, what differs by less than that is equal.
+        equal = _EQUAL * self.steps[StepWay.UNTIED]
+        return f"least exposed first, predicted: {_order(predicted, equal)}; measured: {_order(measured, 0.0)}{auto}"
+
     def notes(self) -> list[str]:
         """What the figures say about rows and chunks, in words."""
         reduced, dense, rows = (self.ways[way] for way in (Way.ALLREDUCE, Way.DENSE, Way.ROWS))
@@ -121,7 +172,18 @@ class BenchResult:
                 f"1F1B: a whole step takes {self.steps[StepWay.ROWS] / untied:.3f}x the untied one with "
                 f"rows, {self.steps[StepWay.ALLREDUCE] / untied:.3f}x with all-reduce"
             )
+        if self.exposed:
+            lines.append(self._order_note())
         return lines
+
+
+def _order(seconds: Mapping[StepWay, float], equal: float) -> str:
+    """The ways by their seconds, with "=" between those that differ by less than `equal`."""
+    ways = sorted(seconds, key=lambda way: seconds[way])
+    text = ways[0].value
+    for before, way in itertools.pairwise(ways):
+        text += f"{' = ' if seconds[way] - seconds[before] < equal else ', '}{way.value}"
+    return text
 
 
 def _milliseconds(seconds: float) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from piper_owner.bench.config import check_output, config_of
 from piper_owner.bench.launch import LOCAL, run_pair
-from piper_owner.bench.result import STEPS_HEADER, WAYS_HEADER, BenchResult
+from piper_owner.bench.result import EXPOSED_HEADER, STEPS_HEADER, WAYS_HEADER, BenchResult
 from piper_owner.cli.termination import orderly_termination
 from piper_owner.cli.train import write_json
 from piper_owner.errors import RunError
@@ -48,6 +48,8 @@ def print_figures(result: BenchResult, console: Console) -> None:
     console.print()
     if result.steps:
         console.print(_table(STEPS_HEADER, result.step_cells()))
+        console.print()
+        console.print(_table(EXPOSED_HEADER, result.exposed_cells()))
         console.print()
     for line in result.notes():
         console.print(line)

@@ -24,7 +24,6 @@ from piper_owner.planning.config import Method, PlanConfig
 from piper_owner.planning.memory import KINDS
 from piper_owner.planning.presets import find_preset
 from piper_owner.planning.result import LEGEND, busy_shares, timeline_rows, to_json
-from piper_owner.planning.seconds import SIMULATED_STEPS
 from piper_owner.planning.shapes import (
     ModelShapes,
     count,
@@ -63,7 +62,7 @@ def run(options: PlanOptions) -> int:
     if options.trace is not None:
         advised = comparison.plans[comparison.advice]
         title = f"piper-owner plan: {comparison.model.name}, {comparison.advice.value}"
-        trace = trace_of(advised.timing.timeline, title=title, num_steps=SIMULATED_STEPS)
+        trace = trace_of(advised.timing.timeline, title=title, num_steps=advised.timing.num_steps)
         with _writing("--trace", options.trace):
             write_text(options.trace, format_trace(trace))
     return 0

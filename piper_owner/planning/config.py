@@ -56,7 +56,9 @@ class PlanConfig:
     dtype: of weights, gradients, activations and messages. master_dtype: of the masters, None without.
     bandwidth: bytes per second of a link, each way. latency: seconds that a message takes beside.
     flops, memory_bandwidth: floating-point operations, and bytes, per second that a device reaches.
-    stage_seconds: forward of a microbatch, by stage; empty: by `flops`. A backward takes twice as long.
+    stage_seconds: forward of a microbatch, by stage; empty: by `flops`.
+    backward_seconds: backward of a microbatch, by stage; empty: twice as long as the forward.
+    barrier: whether all ranks wait for one another between steps, so that nothing hides behind the next one.
     device_memory: bytes of a device; None: not known.
 
     Raises ConfigError for a value that cannot work, naming the command's option.
@@ -79,6 +81,8 @@ class PlanConfig:
     flops: float = 2e14
     memory_bandwidth: float = 2e12
     stage_seconds: tuple[float, ...] = ()
+    backward_seconds: tuple[float, ...] = ()
+    barrier: bool = False
     device_memory: int | None = None
     chunk_bytes: int = 4 * 2**20
     transfer: Transfer = Transfer.EARLY
@@ -148,9 +152,17 @@ def _check(config: PlanConfig) -> None:
         raise ConfigError(f"--latency {config.latency}: 0 to {_LONGEST_SECONDS:,.0f} seconds is needed")
     if config.chunk_bytes < 1:
         raise ConfigError(f"--chunk-bytes {config.chunk_bytes}: at least 1 is needed")
-    seconds = config.stage_seconds
-    if seconds and (len(seconds) != config.stages or not all(0 < s <= _LONGEST_SECONDS for s in seconds)):
+    if not _are_seconds(config.stage_seconds, config.stages):
         raise ConfigError(
             f"--stage-seconds: give {config.stages} positive times, one for the forward of each stage, with "
             "commas between them"
         )
+    if not _are_seconds(config.backward_seconds, config.stages):
+        raise ConfigError(
+            f"backward_seconds: give {config.stages} positive times, one for the backward of each stage"
+        )
+
+
+def _are_seconds(given: tuple[float, ...], stages: int) -> bool:
+    """Whether `given` is empty, or a time for each of `stages`."""
+    return not given or (len(given) == stages and all(0 < each <= _LONGEST_SECONDS for each in given))

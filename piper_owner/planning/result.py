@@ -20,7 +20,7 @@ from piper_owner.dag.nodes import (
 )
 from piper_owner.planning.compare import Comparison, MethodPlan
 from piper_owner.planning.config import PlanConfig
-from piper_owner.planning.seconds import SIMULATED_STEPS, Timing
+from piper_owner.planning.seconds import Timing
 from piper_owner.planning.shapes import count
 
 __all__ = ["LEGEND", "busy_shares", "timeline_rows", "to_json"]
@@ -67,12 +67,16 @@ def _config(config: PlanConfig) -> dict[str, Any]:
     values = {
         name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()
     }
-    return {**values, "stage_seconds": list(config.stage_seconds)}
+    return {
+        **values,
+        "stage_seconds": list(config.stage_seconds),
+        "backward_seconds": list(config.backward_seconds),
+    }
 
 
 def busy_shares(plan: MethodPlan) -> list[float]:
     """By rank, the share of a step in which it computes or steps."""
-    whole = plan.timing.step_seconds * SIMULATED_STEPS
+    whole = plan.timing.step_seconds * plan.timing.num_steps
     timeline = plan.timing.timeline
     shares = []
     for program, starts, ends in zip(timeline.programs, timeline.starts, timeline.ends, strict=True):

@@ -1,8 +1,9 @@
 """The program of a step under each method, and how long a step takes, from the dry run of all ranks. Pure.
 
-What is assumed: a device computes at its `flops` whatever the stage, a backward takes twice a forward, an
-optimizer moves its tensors at `memory_bandwidth`, links are full duplex, have `bandwidth` each way, and a
-tie's messages do not slow those of the pipeline down. Averages over pipelines are rings, and waited for.
+What is assumed, but for what the plan is given: a device computes at its `flops` whatever the stage, a
+backward takes twice a forward, an optimizer moves its tensors at `memory_bandwidth`, links are full duplex,
+have `bandwidth` each way, and a tie's messages do not slow those of the pipeline down. Averages over
+pipelines are rings, and waited for.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = [
     "SIMULATED_STEPS",
     "Pipelines",
     "Timing",
+    "backward_seconds",
     "forward_seconds",
     "tied_bytes",
     "time_step",
@@ -53,20 +55,21 @@ SIMULATED_STEPS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Steps one after another, as all ranks run them; `timeline` has SIMULATED_STEPS of them.
+    """Steps one after another, as all ranks run them; `timeline` has `num_steps` of them.
 
-    step_seconds: from the end of the last but one to the end of the last.
+    step_seconds: from the end of the last but one to the end of the last; of one, from its start.
     """
 
     step_seconds: float
     timeline: Timeline
+    num_steps: int = SIMULATED_STEPS
 
     @property
     def window(self) -> tuple[float, float]:
         """From when the first rank that does anything begins its last step, for one step."""
         for starts in self.timeline.starts:
             if starts:
-                begin = starts[len(starts) // SIMULATED_STEPS * (SIMULATED_STEPS - 1)]
+                begin = starts[len(starts) // self.num_steps * (self.num_steps - 1)]
                 return begin, begin + self.step_seconds
         return 0.0, 0.0
 
@@ -141,6 +144,11 @@ def forward_seconds(model: ModelShapes, config: PlanConfig) -> tuple[float, ...]
     )
 
 
+def backward_seconds(model: ModelShapes, config: PlanConfig) -> tuple[float, ...]:
+    """By stage, the seconds of the backward of a microbatch: as given, or twice its forward."""
+    return config.backward_seconds or tuple(2.0 * each for each in forward_seconds(model, config))
+
+
 def tied_bytes(kind: SyncKind, tie: TiePlan, peer_has_rows: bool, config: PlanConfig) -> int:
     """Payload bytes of one message of `tie`; headers, 512 bytes each, not counted."""
     row = math.prod(tie.shape[1:]) * config.itemsize
@@ -179,7 +187,11 @@ def _durations(
     model: ModelShapes, plan: OwnershipPlan, method: Method, config: PlanConfig, pipelines: Pipelines
 ) -> Callable[[Action], float]:
     """Seconds of each action, as `simulate` takes them."""
-    forwards = forward_seconds(model, config)
+    computes = {
+        ComputeKind.FORWARD: forward_seconds(model, config),
+        ComputeKind.BACKWARD: backward_seconds(model, config),
+    }
+    halves = tuple(seconds / 2 for seconds in computes[ComputeKind.BACKWARD])
     each = config.microbatch_tokens * config.itemsize
     moved = {edge: _flight(features * each, config) for edge, features in model.edges.items()}
     ties = {tie.name: tie for tie in plan.ties}
@@ -211,7 +223,7 @@ def _durations(
     def duration(action: Action) -> float:
         match action:
             case Compute(kind=kind, stage=stage):
-                return forwards[stage] * (2.0 if kind is ComputeKind.BACKWARD else 1.0)
+                return computes.get(kind, halves)[stage]
             case Transfer(kind=move, stage=stage, peer_stage=other):
                 sends = move in (TransferKind.SEND_ACTIVATION, TransferKind.SEND_INPUT_GRAD)
                 return moved[min(stage, other), max(stage, other)] if sends else 0.0
@@ -252,11 +264,13 @@ def time_step(
     """Run steps of `dag` behind one another: a rank begins its next step when it has ended one.
 
     Nothing but messages keeps ranks in step, so what is awaited across the end of a step hides there too.
+    With a barrier between them one step stands for all.
     """
+    num_steps = 1 if config.barrier else SIMULATED_STEPS
     played = (in_two_parts(program, plan) for program in dag.programs)
-    repeated = dataclasses.replace(dag, programs=tuple(program * SIMULATED_STEPS for program in played))
+    repeated = dataclasses.replace(dag, programs=tuple(program * num_steps for program in played))
     timeline = simulate(repeated, _durations(model, plan, method, config, pipelines))
-    before = max(
-        ends[len(ends) // SIMULATED_STEPS * (SIMULATED_STEPS - 1) - 1] for ends in timeline.ends if ends
-    )
-    return Timing(step_seconds=timeline.makespan - before, timeline=timeline)
+    before = 0.0
+    if num_steps > 1:
+        before = max(ends[len(ends) // num_steps * (num_steps - 1) - 1] for ends in timeline.ends if ends)
+    return Timing(step_seconds=timeline.makespan - before, timeline=timeline, num_steps=num_steps)
