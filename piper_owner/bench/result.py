@@ -153,7 +153,8 @@ class BenchResult:
         auto = "" if self.auto is None else f"; auto takes {self.auto.value}"
         # As among the planner's owners, what differs by less than that is equal.
         equal = _EQUAL * self.steps[StepWay.UNTIED]
-        return f"least exposed first, predicted: {_order(predicted, equal)}; measured: {_order(measured, 0.0)}{auto}"
+        first = f"least exposed first, predicted: {_order(predicted, equal)}"
+        return f"{first}; measured: {_order(measured, 0.0)}{auto}"
 
     def notes(self) -> list[str]:
         """What the figures say about rows and chunks, in words."""
