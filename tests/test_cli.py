@@ -95,7 +95,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         *("--layout", "dense", "--dp", "3", "--scope", "global"),
         *("--model", "models:build"),
         *("--optimizer", "sgd", "--lr", "0.5", "--clip", "2", "--dtype", "float64", "--steps", "9"),
-        *("--seed", "4", "--chunk-bytes", "1000", "--timeout", "7.5"),
+        *("--seed", "4", "--check-every", "6", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
         *("--checkpoint", str(tmp_path), "--every", "3", "--resume", "--max-restarts", "2"),
         *("--snapshot", "6"),
@@ -103,7 +103,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     config = TrainConfig(
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
         sequence_length=7, layers=8, hidden=24, heads=3, vocab=300, owner=0, optimizer="sgd", lr=0.5,
-        clip=2.0, dtype="float64", steps=9, seed=4, chunk_bytes=1000, timeout_seconds=7.5,
+        clip=2.0, dtype="float64", steps=9, seed=4, check_every=6, chunk_bytes=1000, timeout_seconds=7.5,
         layout="dense", dp=3, scope="global", model="models:build",
     )  # fmt: skip
     default = TrainConfig()

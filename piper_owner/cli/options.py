@@ -299,6 +299,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "process, no pipeline), naive (two copies, never synchronised) and allreduce (two copies, gradients "
         "added on both) (default: none)",
     )
+    _add(
+        group,
+        "check_every",
+        int,
+        "N",
+        "prove after every N steps that each replica is bit for bit its owner's value, and end the run where "
+        "one is not; costs a transfer of the tied weights; 0: only at the end",
+    )
     group.add_argument(
         "--json",
         type=Path,

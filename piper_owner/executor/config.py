@@ -52,6 +52,7 @@ class TrainConfig:
     `model` names what is trained, and how to get it is for a ModelSource to know; vocab, hidden, layers and
     heads are the GPT's. `program` says where stages run and in which order, in place of placement,
     devices, dp, schedule and microbatches.
+    Every `check_every` steps (0: never) the ranks prove that all replicas are their owner's value.
     `timeout_seconds` bounds every wait of one rank for another.
 
     Raises ConfigError for a value that cannot work, naming the command's option.
@@ -78,6 +79,7 @@ class TrainConfig:
     dtype: str = "float32"
     steps: int = 40
     seed: int = 0
+    check_every: int = 0
     chunk_bytes: int = 4 * 2**20
     timeout_seconds: float = 120.0
     model: str = "gpt"
@@ -131,6 +133,7 @@ def _check(config: TrainConfig) -> None:
         "layers",
         "heads",
         "steps",
+        "chunk_bytes",
     ):
         value = getattr(config, name)
         if value < 1:
@@ -173,7 +176,7 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(
             f"--timeout {config.timeout_seconds}: a positive, finite number of seconds is needed"
         )
-    if config.chunk_bytes < 1:
-        raise ConfigError(f"--chunk-bytes {config.chunk_bytes}: at least 1 is needed")
+    if config.check_every < 0:
+        raise ConfigError(f"--check-every {config.check_every}: a number of steps, or 0 for never, is needed")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed {config.seed}: a whole number from 0 to 2**63 - 1 is needed")

@@ -84,6 +84,7 @@ class RankSession:
         self._recording: Recording | None = None
         self._recorder: Recorder | None = None
         self._num_tokens = config.tokens_per_step
+        self._check_every = config.check_every if run is RunKind.OWNER else 0  # other copies may differ
         self._modules = source.build_stages(config, plan.dag.stages_of(pipeline.rank))
         self._executor = RankExecutor(
             plan.dag,
@@ -117,7 +118,10 @@ class RankSession:
         return lm_loss(logits, labels, num_tokens=self._num_tokens) * self._config.dp
 
     def train_step(self, batch: Batch) -> StepReport:
-        """One optimizer step; every rank is given the same batch, and its pipeline trains on its part."""
+        """One optimizer step; every rank is given the same batch, and its pipeline trains on its part.
+
+        Under `check_every` of the config, `check` follows where it is due, and is not in the seconds.
+        """
         if self._recording is not None and self._executor.step >= self._recording.first_step:
             self._observe(self._recording)
         start = time.perf_counter()
@@ -128,6 +132,8 @@ class RankSession:
         seconds = time.perf_counter() - start
         sent = self._executor.take_tied_bytes_sent()
         self.keeper.note(loss / self._config.dp)
+        if self._check_every and self._executor.step % self._check_every == 0:
+            self.check()
         return StepReport(loss=loss / self._config.dp, seconds=seconds, bytes_sent=sent)
 
     def observe(self, observer: StepObserver | None) -> None:
