@@ -176,6 +176,9 @@ class Exchange:
                 self._recv_weight(tie, step)
             case SyncKind.SEND_IDS | SyncKind.RECV_IDS | SyncKind.SEND_ROWS | SyncKind.RECV_ROWS:
                 self.fetching.run(node, step)
+                if node.kind is SyncKind.RECV_ROWS:
+                    # The owner serves a step when it has the gradient of the one before: let that go.
+                    self.lines[tie.plan.owner].flush(header_of(tie, Phase.GRAD, step))
             case _:
                 assert_never(node.kind)
 
