@@ -98,8 +98,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "checkpoint":  # as in `piper_owner.checkpoint.save(...)`
-        return importlib.import_module("piper_owner.checkpoint")
+    if name in ("checkpoint", "memory"):  # as in `piper_owner.checkpoint.save(...)`
+        return importlib.import_module(f"piper_owner.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -279,6 +279,17 @@ class RowsTable:
         """The fetched rows, in the order of `ids`."""
         return self._rows.index_select(0, self._slots)
 
+    @property
+    def parameters(self) -> list[RowsParameter]:
+        """The compact table, and smaller ones that graphs of this step still need."""
+        return [self.parameter, *(older for older, _ in self._older)]
+
+    @property
+    def bookkeeping(self) -> list[Tensor]:
+        """The tensors that tell which row is where."""
+        asked = () if self._asked is None else (self._asked[0],)
+        return [self.ids, self.next_ids, self._slots, self.known_ids, self.known_slots, self.missed, *asked]
+
     # -- gradients
 
     def take_grad(self) -> Tensor | None:

@@ -161,6 +161,11 @@ class Masters:
         """The master of `parameter`, if it has one."""
         return self._of.get(parameter)
 
+    @property
+    def tensors(self) -> list[nn.Parameter]:
+        """All masters."""
+        return list(self._of.values())
+
     def make(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Make the masters that the parameters of `groups` lack, of the parameters' value."""
         if self.dtype is None:

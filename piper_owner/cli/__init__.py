@@ -39,6 +39,13 @@ def _run(arguments: argparse.Namespace) -> int:
         from piper_owner.cli import plan, plan_options
 
         return plan.run(plan_options.read_plan(arguments))
+    if arguments.command == "memory":
+        from piper_owner.cli import memory_options
+
+        asked = memory_options.read_memory(arguments)
+        from piper_owner.cli import memory
+
+        return memory.run(asked)
     if arguments.command == "verify":
         from piper_owner.cli import verify
 

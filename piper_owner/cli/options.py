@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from piper_owner.cli.bench_options import add_bench
 from piper_owner.cli.checkpoint_options import CheckpointOptions, add_checkpoint, read_checkpoint
+from piper_owner.cli.memory_options import add_memory
 from piper_owner.cli.plan_options import add_plan
 from piper_owner.cli.programs import read_program
 from piper_owner.cli.trace_options import PictureOptions, add_pictures, read_pictures
@@ -125,6 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_pictures(train)
     _add_cluster(train)
     add_plan(commands)
+    add_memory(commands)
     add_bench(commands)
     add_verify(commands)
     return parser

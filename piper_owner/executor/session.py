@@ -12,6 +12,7 @@ from piper_owner.data.batches import Batch
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.keeping import Keeper
+from piper_owner.executor.metering import MemoryMeter, StepMemory
 from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.plan import plan_run
 from piper_owner.executor.rank import RankExecutor
@@ -83,6 +84,7 @@ class RankSession:
         self._fabric = fabric
         self._recording: Recording | None = None
         self._recorder: Recorder | None = None
+        self._meter: MemoryMeter | None = None
         self._num_tokens = config.tokens_per_step
         self._check_every = config.check_every if run is RunKind.OWNER else 0  # other copies may differ
         self._modules = source.build_stages(config, plan.dag.stages_of(pipeline.rank))
@@ -135,6 +137,14 @@ class RankSession:
         if self._check_every and self._executor.step % self._check_every == 0:
             self.check()
         return StepReport(loss=loss / self._config.dp, seconds=seconds, bytes_sent=sent)
+
+    def measured_step(self, batch: Batch) -> StepMemory:
+        """`train_step`, and the memory that it takes. It is slower, and not for recorded steps."""
+        if self._meter is None:
+            self._meter = MemoryMeter(self._executor, self._modules)
+        with self._meter.step() as found:
+            self.train_step(batch)
+        return found[0]
 
     def observe(self, observer: StepObserver | None) -> None:
         """Run each action of the steps from now on in `observer.around`; None ends it. Local.

@@ -18,7 +18,15 @@ from piper_owner.ownership import Layout, OwnershipPlan, TiePlan
 from piper_owner.planning.config import Method, Optimizer, PlanConfig, Transfer
 from piper_owner.planning.shapes import ModelShapes, Shape, StageShapes, count
 
-__all__ = ["KINDS", "RankMemory", "activation_bytes", "rank_memory", "state_bytes", "stepped_memory"]
+__all__ = [
+    "KINDS",
+    "RankMemory",
+    "activation_bytes",
+    "rank_memory",
+    "state_bytes",
+    "stepped_memory",
+    "tie_memory",
+]
 
 _STEP_BYTES: Final = 4
 _WIDE_BYTES: Final = 4
@@ -87,7 +95,7 @@ def stepped_memory(shapes: Sequence[Shape], config: PlanConfig) -> RankMemory:
     )
 
 
-def _tie_memory(tie: TiePlan, rank: int, config: PlanConfig) -> RankMemory:
+def tie_memory(tie: TiePlan, rank: int, config: PlanConfig) -> RankMemory:
     """What holder `rank` keeps for a tie that has one owner."""
     holder, size = tie.holder(rank), math.prod(tie.shape) * config.itemsize
     columns = math.prod(tie.shape[1:])
@@ -159,7 +167,7 @@ def rank_memory(
             found[rank] += _copies_memory(model, placement, rank, method, config)
             continue
         for tie in plan.held_by(rank):
-            found[rank] += _tie_memory(tie, rank, config)
+            found[rank] += tie_memory(tie, rank, config)
     return found
 
 

@@ -175,6 +175,11 @@ class Line:
         """Bytes that this end keeps for staging."""
         return sum(buffer.nbytes for buffer in self._staging.values())
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that it holds: its staging, and all that was sent and not flushed yet."""
+        return [*self._staging.values(), *(sent.tensor for sent in self._pending)]
+
     def close(self) -> None:
         """Close the channel; sends that were not flushed may be lost."""
         self._pending.clear()
@@ -184,7 +189,7 @@ class Line:
     def _post(self, tensor: torch.Tensor, kind: str, header: Header) -> None:
         with _Context(self._where(header, sending=True)):
             work = self.channel.post_send(tensor)
-        self._pending.append(_Tracked(work, header, self._where(header, sending=True)))
+        self._pending.append(_Tracked(work, header, self._where(header, sending=True), tensor))
         self.sent += BytesSent(**{kind: tensor.nbytes})
 
     def _where(self, header: Header, *, sending: bool) -> str:
@@ -229,8 +234,9 @@ class _Context:
 class _Tracked:
     """A work whose failure says which message it carried."""
 
-    def __init__(self, work: Work, header: Header, where: str) -> None:
+    def __init__(self, work: Work, header: Header, where: str, tensor: torch.Tensor) -> None:
         self._work, self._header, self._where = work, header, where
+        self.tensor = tensor
 
     def is_of(self, other: Header) -> bool:
         """Whether it has the phase and subject of `other`."""

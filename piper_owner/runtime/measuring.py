@@ -1,0 +1,105 @@
+"""Measures the memory of runs on Ray actors: each a few steps, one run after another on the same actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore
+
+from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.memory_runs import (
+    MemoryResult,
+    collect_run,
+    plan_method,
+    run_of,
+)
+from piper_owner.executor.metering import StepMemory
+from piper_owner.executor.plan import resolve_run
+from piper_owner.executor.session import RankSession
+from piper_owner.executor.source import ModelSource
+from piper_owner.executor.stream import token_stream
+from piper_owner.planning.config import Method
+from piper_owner.runtime.actor import Meeting, RankHost
+from piper_owner.runtime.cluster import Cluster
+from piper_owner.runtime.failures import Call, gather
+from piper_owner.runtime.store import open_store
+from piper_owner.transport.gloo import FailureBoard
+
+__all__ = ["MemoryHost", "OnMeasured", "measure_runs"]
+
+OnMeasured = Callable[[Method, int], None]
+"""Called after each step of a run with its method and how many are done."""
+
+
+class MemoryHost(RankHost):
+    """A RankHost whose runs differ in their layout, and are measured."""
+
+    def open_as(self, config: TrainConfig, run: RunKind, prefix: str) -> None:
+        """Begin `run` under `config`, which differs from the host's in nothing but the layout. Collective."""
+        self.config = config
+        self.open(run, prefix)
+
+    def measured_step(self, index: int) -> StepMemory:
+        """Train on the batch of step `index` (from 0), and measure. Collective."""
+        session = self._live()
+        assert isinstance(session, RankSession), "the reference is not measured"
+        return session.measured_step(self._stream.batch(index))
+
+
+def measure_runs(
+    config: TrainConfig,
+    tokens: NDArray[np.int32],
+    methods: Sequence[Method],
+    *,
+    text: str,
+    source: ModelSource,
+    address: str | None = None,
+    on_step: OnMeasured | None = None,
+) -> MemoryResult:
+    """Train `config.steps` steps under each of `methods`, and measure every rank's memory.
+
+    The arguments are those of `driver.train`. Raises InputError before anything starts, RunError when a rank
+    fails, after everything that was started here has ended.
+    """
+    config = resolve_run(config, source)
+    plans = {method: plan_method(config, method, source) for method in methods}
+    timeout = timedelta(seconds=config.timeout_seconds)
+    with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
+        store = open_store(cluster.host, timeout)
+        meeting = Meeting(host=cluster.host, port=store.port, is_local=cluster.is_local)
+        shared = ray.put(tokens)
+        actors = {
+            rank: cluster.start(MemoryHost, rank, rank, config, shared, meeting, source)
+            for rank in range(config.num_ranks)
+        }
+        pids: dict[int, int] = {}
+
+        def everywhere(what: str, board: FailureBoard, method: str, *args: object) -> dict[int, object]:
+            made = {rank: getattr(actor, method).remote(*args) for rank, actor in actors.items()}
+            # A wait of ours must outlast a rank's own, whose error names the cause.
+            call = Call(what=what, references=made)
+            return gather(call, timeout=2 * timeout + timedelta(seconds=60), board=board, pids=pids)
+
+        pids.update(
+            {rank: int(str(pid)) for rank, pid in everywhere("start", FailureBoard(store), "pid").items()}
+        )
+        steps: dict[Method, list[Mapping[int, StepMemory]]] = {}
+        for method in methods:
+            board = FailureBoard(PrefixStore(f"run-{method.value}", store))
+            changed, kind = run_of(config, method)
+            name = f"the {method.value} run"
+            everywhere(f"start of {name}", board, "open_as", changed, kind, f"run-{method.value}")
+            steps[method] = []
+            for index in range(config.steps):
+                done = everywhere(f"step {index + 1} of {name}", board, "measured_step", index)
+                steps[method].append({r: m for r, m in done.items() if isinstance(m, StepMemory)})
+                if on_step is not None:
+                    on_step(method, index + 1)
+            everywhere(f"end of {name}", board, "close")
+    stream = token_stream(config, tokens)
+    runs = {m: collect_run(plans[m], m, stream, source, steps[m]) for m in methods}
+    return MemoryResult(config=config, where="ray", text=text, runs=runs)
