@@ -53,7 +53,7 @@ def test_other_dtypes(dtype: str) -> None:
 def test_a_replica_without_a_copy_lets_go_of_the_gradients_that_it_sent() -> None:
     steps = measured_steps(config_of("adamw", steps=8), Method.ROWS)
     for rank in range(2):
-        early, late = steps[1][rank].use.staging, steps[-1][rank].use.staging
+        early, late = (steps[rank][step].use.staging for step in (1, -1))
         assert late < 1.2 * early, "what is held does not grow from step to step"
 
 
@@ -114,7 +114,8 @@ def test_a_loop_of_ones_own_with_masters_and_rows() -> None:
 
 def test_a_storage_counts_once_under_the_first_kind_that_has_it() -> None:
     linear = nn.Linear(4, 4, bias=False)
-    model, weight = nn.Sequential(linear, nn.BatchNorm1d(4)), linear.weight
+    model, weight = nn.Sequential(linear, nn.BatchNorm1d(4)), nn.Parameter(torch.zeros(4, 4))
+    linear.weight = weight
     model.register_parameter("again", weight)
     with torch.device("meta"):
         model.append(nn.Linear(1000, 1000))

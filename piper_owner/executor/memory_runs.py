@@ -15,6 +15,7 @@ from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.metering import StepMemory
 from piper_owner.executor.plan import RunPlan, plan_run
+from piper_owner.executor.rehearsal import rehearse_peak
 from piper_owner.executor.source import ModelSource
 from piper_owner.memory import MemoryUse, predict
 from piper_owner.ownership import LayoutChoice, OwnershipPlan, TiePlan
@@ -24,9 +25,9 @@ __all__ = [
     "EXACT",
     "MemoryResult",
     "MethodMemory",
+    "Predicted",
     "RankMeasured",
     "collect_run",
-    "collect_steps",
     "plan_method",
     "predict_run",
     "run_of",
@@ -41,21 +42,40 @@ _RUNS: Final[dict[Method, tuple[RunKind, LayoutChoice]]] = {
     Method.DENSE: (RunKind.OWNER, "dense"),
     Method.ROWS: (RunKind.OWNER, "rows"),
 }
+_COPIES: Final = {RunKind.NAIVE: Method.NAIVE.value, RunKind.ALLREDUCE: Method.ALL_REDUCE.value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Of one rank in the steps after the first: what it keeps, and the most of all tensors at one time."""
+
+    use: MemoryUse
+    peak: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasured:
-    """One rank of one run. `first` is its first step; `later` has of each kind the most of those after it."""
+    """One rank of one run. `first` is its first step; `later` has of each kind the most of those after it.
+
+    `predicted_peak` is the predicted peak of a step that is not the first.
+    """
 
     predicted: MemoryUse
+    predicted_peak: int
     first: StepMemory
     later: StepMemory
 
     @property
     def difference(self) -> dict[str, int]:
-        """By kind and in total, how much more was measured than predicted."""
-        measured, predicted = self.later.use.to_dict(), self.predicted.to_dict()
+        """By kind, in total and of the peak, how much more was measured than predicted."""
+        measured = {**self.later.use.to_dict(), "peak": self.later.peak}
+        predicted = {**self.predicted.to_dict(), "peak": self.predicted_peak}
         return {kind: measured[kind] - predicted[kind] for kind in measured}
+
+    @property
+    def peak_error(self) -> float:
+        """By which share of the measured peak the predicted one is off."""
+        return abs(self.difference["peak"]) / max(self.later.peak, 1)
 
     @property
     def is_exact(self) -> bool:
@@ -66,7 +86,7 @@ class RankMeasured:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         return {
-            "predicted": self.predicted.to_dict(),
+            "predicted": {**self.predicted.to_dict(), "peak": self.predicted_peak},
             "measured": {**self.later.use.to_dict(), "peak": self.later.peak},
             "difference": self.difference,
             "first_step": {**self.first.use.to_dict(), "peak": self.first.peak},
@@ -104,12 +124,18 @@ class MemoryResult:
         """Whether every rank of every run keeps what was predicted, to the byte."""
         return all(rank.is_exact for run in self.runs.values() for rank in run.ranks)
 
+    @property
+    def peak_error(self) -> float:
+        """The largest `peak_error` of all ranks of all runs."""
+        return max(rank.peak_error for run in self.runs.values() for rank in run.ranks)
+
     def to_json(self) -> dict[str, Any]:
         """What `--json` writes."""
         return {
             "config": {**self.config.to_dict(), "text": self.text},
             "where": self.where,
             "exact": self.is_exact,
+            "peak_error": self.peak_error,
             "runs": {method.value: run.to_dict() for method, run in self.runs.items()},
         }
 
@@ -132,51 +158,46 @@ def plan_method(config: TrainConfig, method: Method, source: ModelSource) -> Run
 
 
 def collect_run(
-    plan: RunPlan,
-    method: Method,
-    stream: TokenStream,
-    source: ModelSource,
-    steps: Sequence[Mapping[int, StepMemory]],
+    plan: RunPlan, predicted: Sequence[Predicted], steps: Sequence[Sequence[StepMemory]]
 ) -> MethodMemory:
-    """What the run gave, beside its prediction; `steps` have each rank's measurements."""
-    predicted = predict_run(plan, method, stream, source)
-    ranks = tuple(collect_steps(use, [step[rank] for step in steps]) for rank, use in enumerate(predicted))
-    return MethodMemory(method=method, ownership=plan.ownership, ranks=ranks)
+    """What the run gave, beside its prediction; both by rank, and of each rank all steps, two at least."""
+    ranks = tuple(_collect_rank(*each) for each in zip(predicted, steps, strict=True))
+    return MethodMemory(method=_method_of(plan), ownership=plan.ownership, ranks=ranks)
 
 
-def collect_steps(predicted: MemoryUse, steps: Sequence[StepMemory]) -> RankMeasured:
-    """One rank's steps, of which there are two at least: the first apart, then the most of the others."""
+def _collect_rank(predicted: Predicted, steps: Sequence[StepMemory]) -> RankMeasured:
     first, *others = steps
     use = others[0].use
     for each in others[1:]:
         use |= each.use
     later = StepMemory(use=use, peak=max(each.peak for each in others), process=others[-1].process)
-    return RankMeasured(predicted=predicted, first=first, later=later)
+    return RankMeasured(predicted=predicted.use, predicted_peak=predicted.peak, first=first, later=later)
 
 
-def predict_run(
-    plan: RunPlan, method: Method, stream: TokenStream, source: ModelSource
-) -> tuple[MemoryUse, ...]:
+def predict_run(plan: RunPlan, stream: TokenStream, source: ModelSource) -> tuple[Predicted, ...]:
     """By rank, what it will keep in the steps after the first. Pure: shapes, the plan, and ids of batches."""
     split = source.split(plan.config, device="meta")
     found = []
     for rank in range(plan.dag.num_ranks):
         stages = [split.stages[stage] for stage in plan.dag.stages_of(rank)]
-        ids, table = _rows(plan, rank, stages, stream)
-        copies = method.value if method in (Method.NAIVE, Method.ALL_REDUCE) else None
-        found.append(
-            predict(
-                stages,
-                plan.ownership,
-                rank,
-                optimizer=plan.config.optimizer,
-                method=copies,
-                num_rows=ids,
-                table_rows=table,
-                chunk_bytes=plan.config.chunk_bytes,
-            )
+        num_rows, table_rows = _rows(plan, rank, stages, stream)
+        use = predict(
+            stages,
+            plan.ownership,
+            rank,
+            optimizer=plan.config.optimizer,
+            method=_COPIES.get(plan.run),
+            num_rows=num_rows,
+            table_rows=table_rows,
+            chunk_bytes=plan.config.chunk_bytes,
         )
+        peak = rehearse_peak(plan, split, rank, num_rows=num_rows, table_rows=table_rows)
+        found.append(Predicted(use=use, peak=peak))
     return tuple(found)
+
+
+def _method_of(plan: RunPlan) -> Method:
+    return next(m for m, (kind, layout) in _RUNS.items() if (kind, layout) == (plan.run, plan.config.layout))
 
 
 def _rows(plan: RunPlan, rank: int, stages: Sequence[nn.Module], stream: TokenStream) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import ray
@@ -15,6 +16,7 @@ from piper_owner.executor.memory_runs import (
     MemoryResult,
     collect_run,
     plan_method,
+    predict_run,
     run_of,
 )
 from piper_owner.executor.metering import StepMemory
@@ -67,6 +69,8 @@ def measure_runs(
     """
     config = resolve_run(config, source)
     plans = {method: plan_method(config, method, source) for method in methods}
+    stream = token_stream(config, tokens)
+    predicted = {method: predict_run(plan, stream, source) for method, plan in plans.items()}
     timeout = timedelta(seconds=config.timeout_seconds)
     with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
         store = open_store(cluster.host, timeout)
@@ -78,7 +82,7 @@ def measure_runs(
         }
         pids: dict[int, int] = {}
 
-        def everywhere(what: str, board: FailureBoard, method: str, *args: object) -> dict[int, object]:
+        def everywhere(what: str, board: FailureBoard, method: str, *args: object) -> dict[int, Any]:
             made = {rank: getattr(actor, method).remote(*args) for rank, actor in actors.items()}
             # A wait of ours must outlast a rank's own, whose error names the cause.
             call = Call(what=what, references=made)
@@ -87,19 +91,19 @@ def measure_runs(
         pids.update(
             {rank: int(str(pid)) for rank, pid in everywhere("start", FailureBoard(store), "pid").items()}
         )
-        steps: dict[Method, list[Mapping[int, StepMemory]]] = {}
-        for method in methods:
+        runs = {}
+        for method, plan in plans.items():
             board = FailureBoard(PrefixStore(f"run-{method.value}", store))
             changed, kind = run_of(config, method)
             name = f"the {method.value} run"
             everywhere(f"start of {name}", board, "open_as", changed, kind, f"run-{method.value}")
-            steps[method] = []
+            steps: dict[int, list[StepMemory]] = {rank: [] for rank in actors}
             for index in range(config.steps):
                 done = everywhere(f"step {index + 1} of {name}", board, "measured_step", index)
-                steps[method].append({r: m for r, m in done.items() if isinstance(m, StepMemory)})
+                for rank, found in steps.items():
+                    found.append(done[rank])
                 if on_step is not None:
                     on_step(method, index + 1)
             everywhere(f"end of {name}", board, "close")
-    stream = token_stream(config, tokens)
-    runs = {m: collect_run(plans[m], m, stream, source, steps[m]) for m in methods}
+            runs[method] = collect_run(plan, predicted[method], list(steps.values()))
     return MemoryResult(config=config, where="ray", text=text, runs=runs)
