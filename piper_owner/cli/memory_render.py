@@ -96,6 +96,10 @@ def verdict(result: MemoryResult) -> list[str]:
             if not rank.is_exact
         ]
         lines = [f"FAULT: {named} differ from the prediction: {'; '.join(wrong)}."]
+    lines.append(
+        f"peak of all tensors in a step: the prediction is within {max(result.peak_error, 0.001):.1%} of "
+        "every rank's. Staging is what is held between actions; the prediction is about the most."
+    )
     for method, run in result.runs.items():
         state = sum(rank.later.use.masters + rank.later.use.optimizer for rank in run.ranks)
         fullest = max(rank.later.peak for rank in run.ranks)

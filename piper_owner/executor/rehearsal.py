@@ -236,14 +236,14 @@ class _Rehearsal:
         if bucket is None or parameter.grad is None:
             return
         if tie.replicas:
-            is_wide = parameter.dtype.itemsize >= torch.float32.itemsize
-            in_chunks = isinstance(bucket.optimizer, ELEMENT_WISE) and is_wide
-            rows = self._chunk_rows(tie, parameter.dtype, tie.shape[0]) if in_chunks else tie.shape[0]
             wide = torch.promote_types(torch.float32, parameter.dtype)
+            rows = self._chunk_rows(tie, parameter.dtype, tie.shape[0])
             taken.append(torch.empty(rows, *tie.shape[1:], dtype=wide))
-            if not in_chunks:  # the sum is whole, and its parts gone, before the step
-                del taken[:-1]
-                parameter.grad = taken[-1].to(parameter.dtype)
+            is_wide = parameter.dtype.itemsize >= torch.float32.itemsize
+            if not (isinstance(bucket.optimizer, ELEMENT_WISE) and is_wide):
+                # Chunks of the sum go into a whole one, and are gone before the step.
+                parameter.grad = torch.empty_like(parameter)
+                taken.clear()
         bucket.step()
 
     def _line(self, name: str, tie: TiePlan, dtype: torch.dtype, num_rows: int) -> None:
