@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import nn
 
 from piper_owner.cost import table_capacity
@@ -174,8 +175,13 @@ def _collect_rank(predicted: Predicted, steps: Sequence[StepMemory]) -> RankMeas
     return RankMeasured(predicted=predicted.use, predicted_peak=predicted.peak, first=first, later=later)
 
 
-def predict_run(plan: RunPlan, stream: TokenStream, source: ModelSource) -> tuple[Predicted, ...]:
-    """By rank, what it will keep in the steps after the first. Pure: shapes, the plan, and ids of batches."""
+def predict_run(
+    plan: RunPlan, stream: TokenStream, source: ModelSource, *, master_dtype: torch.dtype | None = None
+) -> tuple[Predicted, ...]:
+    """By rank, what it will keep in the steps after the first. Pure: shapes, the plan, and ids of batches.
+
+    master_dtype: that of an OwnerOptimizer that steps in place of the run's own optimizers.
+    """
     split = source.split(plan.config, device="meta")
     found = []
     for rank in range(plan.dag.num_ranks):
@@ -186,12 +192,14 @@ def predict_run(plan: RunPlan, stream: TokenStream, source: ModelSource) -> tupl
             plan.ownership,
             rank,
             optimizer=plan.config.optimizer,
+            master_dtype=master_dtype,
             method=_COPIES.get(plan.run),
             num_rows=num_rows,
             table_rows=table_rows,
             chunk_bytes=plan.config.chunk_bytes,
         )
-        peak = rehearse_peak(plan, split, rank, num_rows=num_rows, table_rows=table_rows)
+        rows = {"num_rows": num_rows, "table_rows": table_rows}
+        peak = rehearse_peak(plan, split, rank, **rows, master_dtype=master_dtype)
         found.append(Predicted(use=use, peak=peak))
     return tuple(found)
 

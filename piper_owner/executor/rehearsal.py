@@ -31,7 +31,7 @@ from piper_owner.dag.nodes import (
     SyncKind,
     Transfer,
 )
-from piper_owner.executor.buckets import local_buckets
+from piper_owner.executor.buckets import LocalBucket, local_buckets
 from piper_owner.executor.config import RunKind
 from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.pipeline import Mailbox
@@ -43,7 +43,7 @@ from piper_owner.memory import TensorTracker
 from piper_owner.models.gpt import lm_loss
 from piper_owner.ownership import Layout, TiePlan
 from piper_owner.stages import named_places
-from piper_owner.stepping import ELEMENT_WISE
+from piper_owner.stepping import ELEMENT_WISE, Masters
 from piper_owner.transport.wire import Phase
 
 __all__ = ["rehearse_peak"]
@@ -58,19 +58,27 @@ class _Kind:
 
 
 def rehearse_peak(
-    plan: RunPlan, split: SplitModel, rank: int, *, num_rows: int = 0, table_rows: int = 0
+    plan: RunPlan,
+    split: SplitModel,
+    rank: int,
+    *,
+    num_rows: int = 0,
+    table_rows: int = 0,
+    master_dtype: torch.dtype | None = None,
 ) -> int:
     """The most bytes of all tensors at one time on `rank` in a step that is not the first. Pure.
 
     split: the model on the meta device, which stays as it is. num_rows: different rows that a step looks
-    up; table_rows: rows of the compact tables of a replica without a copy.
+    up; table_rows: rows of the compact tables of a replica without a copy. master_dtype: as in
+    OwnerOptimizer, in place of the optimizers of the run.
     """
     kinds = _value_kinds(plan, split)
     modules = {stage: copy.deepcopy(split.stages[stage]) for stage in plan.dag.stages_of(rank)}
     tracker = TensorTracker()
     values = _Values()  # type: ignore[no-untyped-call]
     with FakeTensorMode(allow_non_fake_inputs=True), values, tracker:
-        rehearsal = _Rehearsal(plan, modules, rank, kinds, num_rows=num_rows, table_rows=table_rows)
+        sizes = {"num_rows": num_rows, "table_rows": table_rows}
+        rehearsal = _Rehearsal(plan, modules, rank, kinds, **sizes, masters=Masters(master_dtype))
         rehearsal.step()  # makes the state of the optimizers
         tracker.reset_peak()
         rehearsal.step()
@@ -123,6 +131,7 @@ class _Rehearsal:
         *,
         num_rows: int,
         table_rows: int,
+        masters: Masters,
     ) -> None:
         self._plan, self._config, self._rank, self._num_rows = plan, plan.config, rank, num_rows
         self._ties = {tie.name: tie for tie in (plan.ownership.held_by(rank) if self._is_owned else ())}
@@ -134,6 +143,14 @@ class _Rehearsal:
         }
         factory = optimizer_factory(self._config.optimizer, self._config.learning_rate)
         self._buckets = local_buckets(plan.dag, plan.ownership, rank, modules, factory)
+        self._masters = masters
+        optimizers = [each.optimizer for each in self._buckets.values() if each.optimizer is not None]
+        plain = [each for name, each in self._buckets.items() if name not in self._ties]
+        for each in optimizers:
+            masters.make(each.param_groups)
+        # An OwnerOptimizer steps all of them at once.
+        parameters = [parameter for each in plain for parameter in each.parameters]
+        self._inner = factory(parameters) if masters and parameters else None
         self._mailbox = _Mailbox(plan.ports, kinds)
         self._lines: dict[str, Tensor] = {}
         self._on_the_way: dict[tuple[str, SyncKind], list[Tensor]] = {}
@@ -163,7 +180,7 @@ class _Rehearsal:
             case Transfer():
                 self._mailbox.run(action, 0)
             case BucketStep(bucket=name):
-                self._buckets[name].step()
+                self._step(self._inner, self._buckets[name])
             case Collective(kind=CollectiveKind.ALL_REDUCE, bucket=str(name)):
                 self._all_reduce(self._plan.ownership[name])
             case Sync():
@@ -237,14 +254,24 @@ class _Rehearsal:
             return
         if tie.replicas:
             wide = torch.promote_types(torch.float32, parameter.dtype)
+            master = self._masters.get(parameter)
+            stepped = parameter.dtype if master is None else master.dtype
             rows = self._chunk_rows(tie, parameter.dtype, tie.shape[0])
             taken.append(torch.empty(rows, *tie.shape[1:], dtype=wide))
-            is_wide = parameter.dtype.itemsize >= torch.float32.itemsize
+            is_wide = stepped.itemsize >= torch.float32.itemsize
             if not (isinstance(bucket.optimizer, ELEMENT_WISE) and is_wide):
                 # Chunks of the sum go into a whole one, and are gone before the step.
                 parameter.grad = torch.empty_like(parameter)
                 taken.clear()
-        bucket.step()
+        self._step(bucket.optimizer, bucket)
+
+    def _step(self, optimizer: torch.optim.Optimizer | None, bucket: LocalBucket) -> None:
+        """Step the parameters of `optimizer` over their masters, or else those of the bucket."""
+        if optimizer is not None and self._masters:
+            self._masters.step(optimizer, {})
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            bucket.step()
 
     def _line(self, name: str, tie: TiePlan, dtype: torch.dtype, num_rows: int) -> None:
         """The staging of a line: two chunks of its largest message, which stay."""
