@@ -313,8 +313,9 @@ def predict(
     num_rows: different rows that a replica without a copy looks up in the step; table_rows: rows of its
         compact table, where it was larger before.
 
-    Weights, gradients, masters, optimizer, rows and other are those of a run to the byte; staging is the
-    most that the sync holds. Raises ConfigError for an optimizer or dtype that is not known.
+    Weights, gradients, masters, optimizer, rows and other are those of a run to the byte. Staging is about
+    what the sync holds between its messages; an all-reduce holds nothing then. Raises ConfigError for an
+    optimizer or dtype that is not known.
     """
     config = _plan_config(optimizer, master_dtype, num_rows, chunk_bytes)
     modules = [s if isinstance(s, nn.Module) else s.submod for s in listed_stages(stages, rank)]
@@ -337,8 +338,6 @@ def predict(
                 found += MemoryUse(weights=parameter.numel() * parameter.dtype.itemsize)
             elif tie is None or copies is not None:
                 found += _as_use(stepped_memory((shape,), mine))
-                if tie is not None and copies is Method.ALL_REDUCE:
-                    found += MemoryUse(staging=(parameter.numel() + 1) * mine.itemsize)
             else:
                 found += _of_tie(tie_memory(tie, rank, mine), tie.shape, mine, table_rows)
         found += MemoryUse(other=sum(buffer.nbytes for buffer in module.buffers()))

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from piper_owner.cli.memory_options import MemoryOptions
+from piper_owner.cli.memory_page import memory_page
+from piper_owner.cli.memory_plot import check_plot, draw_plot
 from piper_owner.cli.memory_render import print_memory
 from piper_owner.cli.models import model_source
-from piper_owner.cli.output import cache_folder, write_json
+from piper_owner.cli.output import cache_folder, write_json, write_text
 from piper_owner.cli.termination import orderly_termination
 from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
@@ -121,12 +123,18 @@ def show_steps(
 
 def check_outputs(options: MemoryOptions) -> None:
     """Raise ConfigError, before anything starts, for an output that cannot be made."""
+    if options.plot is not None:
+        check_plot(options.plot)
 
 
 def write_outputs(options: MemoryOptions, result: MemoryResult) -> None:
     """Write the files that were asked for. Raises RunError for one that cannot be written."""
     if options.json is not None:
         _write("--json", options.json, lambda path: write_json(path, result.to_json()))
+    if options.plot is not None:
+        _write("--plot", options.plot, lambda path: draw_plot(result, path))
+    if options.report is not None:
+        _write("--report", options.report, lambda path: write_text(path, memory_page(result)))
 
 
 def _write(option: str, path: Path, write: Callable[[Path], Any]) -> None:
