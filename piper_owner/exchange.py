@@ -328,7 +328,8 @@ class Exchange:
         weights = rows_of(tie.parameter)
         for update in self._combined(tie, step, pushes=stepper.chunkable):
             if outgoing is None:
-                outgoing = self._announce(tie, step, present=True)
+                # Cut as the gradient is, whose dtype may be another one.
+                outgoing = self._announce(tie, step, chunk_rows=max(1, update.stop - update.start))
             if stepper.chunkable:
                 stepper.step_rows(update.start, update.stop, update.grad)
             elif update.start == 0:
@@ -338,7 +339,7 @@ class Exchange:
             for out in outgoing if weights.numel() else ():
                 out.put(weights[update.start : update.stop])
         if outgoing is None:
-            self._announce(tie, step, present=False)
+            self._announce(tie, step, chunk_rows=None)
         else:
             stepper.finish()
         self.fetching.settle_pushed(tie)
@@ -346,9 +347,11 @@ class Exchange:
         tie.is_updated = outgoing is not None
         self.clock.ties += time.perf_counter() - self.clock.grads - start
 
-    def _announce(self, tie: TiedParameter, step: int, *, present: bool) -> list[Outgoing]:
-        header = header_of(tie, Phase.WEIGHT, step)
-        return [self.lines[rank].open(header, present=present) for rank in tie.plan.copies]
+    def _announce(self, tie: TiedParameter, step: int, *, chunk_rows: int | None) -> list[Outgoing]:
+        """Announce new weights in chunks of `chunk_rows`, or, for None, that there are none."""
+        header, present = header_of(tie, Phase.WEIGHT, step), chunk_rows is not None
+        lines = [self.lines[rank] for rank in tie.plan.copies]
+        return [line.open(header, present=present, chunk_rows=chunk_rows) for line in lines]
 
     def _combined(self, tie: TiedParameter, step: int, *, pushes: bool = False) -> Iterator[_Update]:
         """The combined gradient, chunk by chunk; nothing when every share of it is None.

@@ -846,6 +846,34 @@ def test_grad_dtype_is_that_of_the_wire(wire: torch.dtype | None, size: int) -> 
     assert ranks(2, work) == [(0, half), (size, half)]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_gradient_and_weights_of_unlike_dtypes_travel_in_the_same_chunks(
+    dtype: torch.dtype, wire: torch.dtype, clips: bool
+) -> None:
+    value = torch.linspace(-1, 1, 500 * 6).view(500, 6)
+
+    def work(fabric: Fabric) -> float:
+        rank = Rank(
+            fabric,
+            values={NAMES[fabric.rank]: value},
+            dtype=dtype,
+            assign={"chunk_bytes": 64 * 6 * 4},
+            master_dtype=torch.float32,
+            grad_dtype=wire,
+        )
+        rank.backward()
+        if clips:
+            rank.opt.clip_grad_norm_(1e9)
+        rank.opt.step()
+        assert rank.own.check()
+        return float((rank.weight.detach().float() - (value - 0.5)).abs().max())
+
+    assert ranks(2, work) == [near(0.0, 0.01)] * 2
+
+
 def test_case_39_unlike_shapes_and_dtypes_are_refused_on_both() -> None:
     pairs = [
         (torch.zeros(5, 2), torch.zeros(3, 2)),

@@ -101,12 +101,14 @@ class Line:
         for start, stop in out.header.ranges():
             out.put(rows[start:stop], copy=copy)
 
-    def open(self, header: Header, *, present: bool = True) -> Outgoing:
-        """Announce a message whose chunks follow by `Outgoing.put`, in the order of its ranges."""
-        itemsize = header.dtype.itemsize
-        header = replace(
-            header, present=present, chunk_rows=rows_per_chunk(header.shape, itemsize, self.chunk_bytes)
-        )
+    def open(self, header: Header, *, present: bool = True, chunk_rows: int | None = None) -> Outgoing:
+        """Announce a message whose chunks follow by `Outgoing.put`, in the order of its ranges.
+
+        `chunk_rows` are the rows of each chunk; None: as many as `chunk_bytes` has room for.
+        """
+        if chunk_rows is None:
+            chunk_rows = rows_per_chunk(header.shape, header.dtype.itemsize, self.chunk_bytes)
+        header = replace(header, present=present, chunk_rows=chunk_rows)
         self._post(header.encode(), "other", header)
         self.messages += 1
         return Outgoing(self, header)
