@@ -28,6 +28,7 @@ from piper_owner.replicas import Replicas
 from piper_owner.sharding import like, local_of
 from piper_owner.shares import DenseShare, RowsShare, combine
 from piper_owner.stats import StepClock, StepStats
+from piper_owner.streams import streams_of
 from piper_owner.tied import (
     TiedParameter,
     header_of,
@@ -104,7 +105,11 @@ class Exchange:
                 tie = self.tied[node.bucket]
                 header = header_of(tie, Phase.GRAD, step, num_rows=num_rows_with(tie, node.peer))
                 expected.setdefault(node.peer, []).append(header)
-        self._early = {peer: EarlyReceiver(self.lines[peer], headers) for peer, headers in expected.items()}
+        found = {name: streams_of(tie.parameter.device) for name, tie in self.tied.items()}
+        streams = {name: each for name, each in found.items() if each is not None}
+        self._early = {
+            peer: EarlyReceiver(self.lines[peer], headers, streams) for peer, headers in expected.items()
+        }
 
     def send_early(self, nodes: Iterable[Sync], step: int, *, ready: Container[str]) -> None:
         """Start to send the gradients among `nodes` whose ties are `ready`: nothing adds to them any more.
@@ -298,19 +303,13 @@ class Exchange:
         header = header_of(tie, Phase.WEIGHT, step)
         with self._freezing.naming(line, header):
             incoming = line.receive(header)
-        self._fill(tie, incoming)
+        # A copy, not a receive into the parameter: it raises if a graph still needs the old value.
+        incoming.into(local_of(tie.parameter))
         tie.is_updated = incoming.present
         # The owner has answered, so it has the gradient: let its memory go. Not more: the owner may
         # wait for others before it takes the weights that this rank has sent it.
         line.flush(header_of(tie, Phase.GRAD, step))
         self.clock.weights += time.perf_counter() - start
-
-    def _fill(self, tie: TiedParameter, incoming: Incoming) -> None:
-        # A copy, not a receive into the parameter: it raises if a graph still needs the old value.
-        rows = rows_of(tie.parameter)
-        with torch.no_grad():
-            for start, stop, chunk in incoming.chunks():
-                rows[start:stop].copy_(chunk.view_as(rows[start:stop]))
 
     # -- the owner's side
 

@@ -138,7 +138,7 @@ class Fetching:
         rows = tie.rows
         assert rows is not None
         header = header_of(tie, Phase.ROWS, step, num_rows=rows.num_asked)
-        rows.fill(self.lines[tie.plan.owner].receive(header).chunks())
+        rows.fill(self.lines[tie.plan.owner].receive(header).chunks(rows.ids.device))
         tie.parameter = rows.parameter  # another one where the capacity has changed
 
     # -- the owner's side

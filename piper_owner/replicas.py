@@ -51,9 +51,9 @@ class Replicas:
 
     def _take_value(self, tie: TiedParameter, peer: int) -> str | None:
         """Overwrite this rank's copy; how it differed, in words, or None."""
-        value = self.lines[peer].receive(header_of(tie, Phase.VALUE, 0)).tensor()
+        incoming = self.lines[peer].receive(header_of(tie, Phase.VALUE, 0))
+        value = incoming.tensor(tie.parameter.device)
         assert value is not None
-        value = value.to(tie.parameter.device)
         copy = local_of(tie.parameter)
         if same_bits(value, copy):
             return None
@@ -99,9 +99,8 @@ class Replicas:
             if tie.rows is not None:
                 mine = tie.rows.rows()
                 value = header_of(tie, Phase.CHECK, step, num_rows=len(mine))
-            theirs = line.receive(value).tensor()
+            theirs = line.receive(value).tensor(mine.device)
             assert theirs is not None
-            theirs = theirs.to(mine.device)
             worst = 0.0
             if not same_bits(theirs, mine):
                 worst = largest_difference(theirs, mine)

@@ -26,14 +26,13 @@ class DenseShare:
     """A replica's gradient of the whole parameter, as it comes in."""
 
     def __init__(self, message: Incoming | EarlyIncoming, device: torch.device) -> None:
-        self._chunks: Iterator[tuple[int, int, torch.Tensor]] = message.chunks()
-        self._device = device
+        self._chunks: Iterator[tuple[int, int, torch.Tensor]] = message.chunks(device)
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Its rows `start` to `stop`, (rows, columns): the next chunk."""
         begin, end, rows = next(self._chunks)
         assert (begin, end) == (start, stop), "every rank cuts a tie into the same chunks"
-        return rows.to(self._device)
+        return rows
 
     def finish(self) -> None:
         """All rows have been taken."""
@@ -54,16 +53,14 @@ class RowsShare:
         rows = self._receive()
         first, last = torch.searchsorted(self._ids, torch.tensor([start, stop], device="cpu")).tolist()
         places = self._ids[first:last] - start
-        values = rows.index_select(0, self._order[first:last])
-        return RowPart(places.to(self._device), values.to(self._device))
+        return RowPart(self._there(places), rows.index_select(0, self._there(self._order[first:last])))
 
     def at(self, ids: torch.Tensor) -> RowPart:
         """Those of its rows that are among `ids`, by their places there."""
         rows = self._receive()
         mine = torch.isin(ids, self._ids)
         order = self._order[torch.searchsorted(self._ids, ids[mine])]
-        values = rows.index_select(0, order)
-        return RowPart(mine.nonzero().view(-1).to(self._device), values.to(self._device))
+        return RowPart(self._there(mine.nonzero().view(-1)), rows.index_select(0, self._there(order)))
 
     def finish(self) -> None:
         """All rows have been taken."""
@@ -73,12 +70,15 @@ class RowsShare:
         if self._rows is not None:
             return self._rows
         header = self._message.header
-        whole = torch.empty(header.shape, dtype=header.dtype, device="cpu")
+        whole = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         whole = whole.view(header.num_rows, math.prod(header.shape[1:]))
-        for start, stop, rows in self._message.chunks():
+        for start, stop, rows in self._message.chunks(self._device):
             whole[start:stop] = rows
         self._rows = whole
         return whole
+
+    def _there(self, places: torch.Tensor) -> torch.Tensor:
+        return places.to(self._device, non_blocking=True)  # the host does not wait, and may let go of it
 
 
 def combine(

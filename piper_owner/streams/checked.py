@@ -152,15 +152,18 @@ class CheckedStreams(Streams):
         with self._lock:
             self._memory_of(tensor).name = name
 
-    def host_reads(self, tensor: torch.Tensor, what: str) -> None:
-        """The host, such as a transport, reads `tensor` now."""
-        with self._lock:
-            self._access(self._tick(self._host), self._host, tensor, what, writes=False)
+    def host_reads(self, tensor: torch.Tensor, what: str, thread: str | None = None) -> str:
+        """The host, such as a transport, reads `tensor` now, in `thread` (None: this one); that thread."""
+        return self._host_uses(tensor, what, thread or self._host, writes=False)
 
-    def host_writes(self, tensor: torch.Tensor, what: str) -> None:
-        """The host writes `tensor` now."""
+    def host_writes(self, tensor: torch.Tensor, what: str, thread: str | None = None) -> str:
+        """The host writes `tensor` now, in `thread` (None: this one); that thread."""
+        return self._host_uses(tensor, what, thread or self._host, writes=True)
+
+    def _host_uses(self, tensor: torch.Tensor, what: str, thread: str, *, writes: bool) -> str:
         with self._lock:
-            self._access(self._tick(self._host), self._host, tensor, what, writes=True)
+            self._access(self._tick(thread), thread, tensor, what, writes=writes)
+        return thread
 
     # -- clocks
 
@@ -287,6 +290,8 @@ class _Watch(TorchDispatchMode):
                 reads += tensors
             elif alias.is_write:
                 writes += tensors
+            elif func is torch.ops.aten.lift_fresh.default:
+                used.clear()  # torch.tensor has made it just now
             # else a view of it comes out, and nothing is read
         return self._streams.run(str(func), reads, writes, lambda: func(*args, **kwargs), used)
 

@@ -1,7 +1,9 @@
 """Checked messages over one channel: a header, then the payload in chunks.
 
 Sends are asynchronous; their handles are kept until `flush`. Receives block, and keep one chunk
-in flight while the caller works on the one before.
+in flight while the caller works on the one before. Tensors of the CPU travel from and to where they
+lie; those of a device go through two chunks of the host each way (`staging`), and are there for the
+current stream when a call returns them. Each end decides that for itself.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import Final
 import torch
 
 from piper_owner.errors import ExchangeError, MessageMismatchError
+from piper_owner.streams import Event, Streams, streams_of
 from piper_owner.transport.base import Channel, Work
+from piper_owner.transport.staging import ReceiveSlots, StagedSender
 from piper_owner.transport.wire import HEADER_BYTES, Header, Phase, rows_per_chunk
 
 __all__ = ["BytesSent", "Incoming", "Line", "Outgoing"]
@@ -49,6 +53,8 @@ class BytesSent:
         return asdict(self)
 
 
+_CPU: Final = torch.device("cpu")
+
 _KIND_OF_PHASE: Final = {
     Phase.GRAD: "grads",
     Phase.WEIGHT: "weights",
@@ -77,6 +83,8 @@ class Line:
         self._awaited: Header | None = None
         self._pending: list[_Tracked] = []
         self._staging: dict[torch.dtype, torch.Tensor] = {}
+        self._sender: StagedSender | None = None
+        self._slots: dict[torch.device, ReceiveSlots] = {}
 
     def send(self, header: Header, tensor: torch.Tensor | None, *, copy: bool = False) -> None:
         """Send `tensor`, or its absence.
@@ -137,7 +145,7 @@ class Line:
             if header is None:
                 raw = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 with _Context(where):
-                    self.channel.post_recv(raw).wait()
+                    self.wait(self.channel.post_recv(raw))
                 self.received += BytesSent(other=raw.nbytes)
                 header = Header.decode(raw, where)
             if header.phase is or_phase:
@@ -163,6 +171,16 @@ class Line:
         for work in chosen:
             work.wait()
 
+    def wait(self, work: Work) -> None:
+        """Wait for a receive; where it fails because a send has failed, raise the error of that."""
+        try:
+            work.wait()
+        except ExchangeError as error:
+            first = None if self._sender is None else self._sender.error
+            if first is None or first is error:
+                raise
+            raise first from error
+
     def staging(self, header: Header) -> tuple[torch.Tensor, torch.Tensor]:
         """Two buffers of one chunk each, kept from message to message."""
         columns = _columns(header)
@@ -175,7 +193,16 @@ class Line:
     @property
     def staging_bytes(self) -> int:
         """Bytes that this end keeps for staging."""
-        return sum(buffer.nbytes for buffer in self._staging.values())
+        sent = 0 if self._sender is None else self._sender.staging_bytes
+        received = sum(slots.staging_bytes for slots in self._slots.values())
+        return sum(buffer.nbytes for buffer in self._staging.values()) + sent + received
+
+    def slots(self, streams: Streams) -> ReceiveSlots:
+        """Two chunks of host and device each, through which messages for a device come."""
+        found = self._slots.get(streams.device)
+        if found is None or found.streams is not streams:
+            found = self._slots[streams.device] = ReceiveSlots(streams, self.channel.timeout)
+        return found
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -186,11 +213,21 @@ class Line:
         """Close the channel; sends that were not flushed may be lost."""
         self._pending.clear()
         self._staging.clear()
+        self._slots.clear()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         self.channel.close()
 
-    def _post(self, tensor: torch.Tensor, kind: str, header: Header) -> None:
+    def _post(self, tensor: torch.Tensor, kind: str, header: Header, streams: Streams | None = None) -> None:
+        """Post `tensor`, which is the host's unless it is one of `streams`, behind all before it."""
+        if streams is not None and self._sender is None:
+            self._sender = StagedSender(self.channel)
         with _Context(self._where(header, sending=True)):
-            work = self.channel.post_send(tensor)
+            if self._sender is not None and (streams is not None or not self._sender.is_idle):
+                work = self._sender.post(tensor, streams)
+            else:
+                work = self.channel.post_send(tensor)
         self._pending.append(_Tracked(work, header, self._where(header, sending=True), tensor))
         self.sent += BytesSent(**{kind: tensor.nbytes})
 
@@ -259,10 +296,11 @@ class Outgoing:
     def put(self, rows: torch.Tensor, *, copy: bool = False) -> None:
         """Send the next chunk; unless it is a `copy`, it must not be written before the line is flushed."""
         kind = _KIND_OF_PHASE.get(self.header.phase, "other")
-        whole = rows.detach().contiguous()
+        streams = streams_of(rows.device)
+        whole = rows.detach().contiguous() if streams is None else rows.detach()
         if copy and whole.data_ptr() == rows.data_ptr():
             whole = whole.clone()
-        self._line._post(whole, kind, self.header)
+        self._line._post(whole, kind, self.header, streams)
 
 
 class Incoming:
@@ -277,12 +315,21 @@ class Incoming:
         """Whether a payload follows."""
         return self.header.present
 
-    def chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(start row, stop row, rows) of each chunk, as they arrive.
+    def chunks(self, device: torch.device = _CPU) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(start row, stop row, rows) of each chunk, as they arrive, on `device`.
 
         `rows` is a (stop - start, columns) staging buffer of the message's dtype that the caller
         may write to; it is overwritten as soon as the next chunk is asked for.
         """
+        streams = streams_of(device)
+        if streams is not None:
+            slots = self._line.slots(streams)
+            for index, (start, stop, chunk) in enumerate(self._arriving(slots)):
+                try:
+                    yield start, stop, slots.to_device(index, chunk)
+                finally:
+                    slots.release(index)
+            return
         ranges = list(self.header.ranges())
         if not ranges:
             return
@@ -295,14 +342,61 @@ class Incoming:
             self._finish(work, rows)
             yield start, stop, rows
 
-    def tensor(self) -> torch.Tensor | None:
-        """The whole payload in a new tensor, or None when it is not present."""
+    def tensor(self, device: torch.device = _CPU) -> torch.Tensor | None:
+        """The whole payload in a new tensor on `device`, or None when it is not present."""
         if not self.present:
             return None
-        whole = torch.empty(self.header.shape, dtype=self.header.dtype, device="cpu")
+        whole = torch.empty(self.header.shape, dtype=self.header.dtype, device=device)
+        if streams_of(device) is not None:
+            self.into(whole)
+            return whole
         for _ in self.fill(whole):
             pass
         return whole
+
+    @torch.no_grad()
+    def into(self, whole: torch.Tensor) -> None:
+        """Write the payload into `whole`, of the header's shape and on any device, chunk by chunk.
+
+        All earlier work of this thread's current stream comes before it, and all further work after
+        it, on the device: the host does not wait for either.
+        """
+        if not whole.numel():
+            return
+        rows = whole if whole.dim() else whole.view(1)
+        streams = streams_of(whole.device)
+        if streams is None:
+            for start, stop, chunk in self.chunks():
+                rows[start:stop].copy_(chunk.view_as(rows[start:stop]))
+            return
+        stream = self._line.slots(streams).stream
+        stream.wait_event(streams.current().record())
+        streams.record_stream(whole, stream)
+        landed = [event for _, _, _, event in self.land(rows, streams)]
+        if landed:
+            streams.current().wait_event(landed[-1])
+
+    def land(self, rows: torch.Tensor, streams: Streams) -> Iterator[tuple[int, int, torch.Tensor, Event]]:
+        """(start row, stop row, those of `rows`, where they are filled) of each chunk, as they arrive.
+
+        rows: (num_rows, ...), which the receiving stream of `streams` may write.
+        """
+        slots = self._line.slots(streams)
+        for index, (start, stop, chunk) in enumerate(self._arriving(slots)):
+            yield start, stop, rows[start:stop], slots.land(index, chunk, rows[start:stop])
+
+    def _arriving(self, slots: ReceiveSlots) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(start row, stop row, rows) of each chunk, as it arrives on the host, the next one under way."""
+        ranges, columns = list(self.header.ranges()), _columns(self.header)
+        posted: list[tuple[torch.Tensor, Work]] = []
+        for index, (start, stop) in enumerate(ranges):
+            for ahead in range(len(posted), min(index + 2, len(ranges))):
+                first, last = ranges[ahead]
+                room = slots.host_chunk(ahead, (last - first, columns), self.header.dtype)
+                posted.append(self._post((0, last - first), room))
+            chunk, work = posted[index]
+            self._finish(work, chunk)
+            yield start, stop, chunk
 
     def fill(self, whole: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """As `chunks`, with every receive posted at the first, into `whole`, which has the header's shape.
@@ -320,7 +414,7 @@ class Incoming:
 
     def _finish(self, work: Work, rows: torch.Tensor) -> None:
         with _Context(self._where):
-            work.wait()
+            self._line.wait(work)
         kind = _KIND_OF_PHASE.get(self.header.phase, "other")
         self._line.received += BytesSent(**{kind: rows.nbytes})
 
