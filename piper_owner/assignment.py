@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal, NoReturn
 
 import torch
@@ -44,6 +45,7 @@ from piper_owner.stages import (
 from piper_owner.tied import TiedParameter, refuse_replaced
 from piper_owner.transport import Fabric, Line
 from piper_owner.transport.agreement import Agreement, in_call
+from piper_owner.transport.paths import Place, open_lines, place_of
 from piper_owner.uniting import tie_here
 
 __all__ = ["Ownership", "TieLike", "as_ownership", "assign_over", "assign_owners"]
@@ -292,6 +294,7 @@ class Ownership:
         self._is_closed = True
         try:
             self.exchange.flush()
+            self.exchange.drain()
         finally:
             self.abandon()
 
@@ -412,6 +415,7 @@ def assign_over(
     numbered: dict[int, torch.nn.Module] = {}
     listed: list[Stage] = []
     sides: list[SideGroup] = []
+    devices: list[torch.device | None] = []
 
     def describe() -> str:
         if side is not None:
@@ -422,7 +426,9 @@ def assign_over(
         reshard(numbered.values())
         answer = describe_stages(numbered, ties, rank=rank, names=names, uses=uses)
         settings["side"] = [[each.fabric.rank, each.fabric.world_size] for each in sides]
-        return json.dumps(answer | settings)
+        place, device = place_of(p.device for stage in numbered.values() for p in stage.parameters())
+        devices.append(device)
+        return json.dumps(answer | settings | {"place": place.to_json()})
 
     answers: list[dict[str, Any]] = []
 
@@ -442,7 +448,14 @@ def assign_over(
     averaged = agreement.everyone(make_one)
     if sides:
         _note_averages(plan, tied, numbered, averaged)
-    ownership = _connect(plan, tied, listed, fabric, agreement, sides, chunk_bytes=chunk_bytes)
+    opens = partial(
+        open_lines,
+        fabric,
+        chunk_bytes=chunk_bytes,
+        places=[Place.from_json(answer["place"]) for answer in answers],
+        device=devices[0],
+    )
+    ownership = _connect(plan, tied, listed, fabric, agreement, sides, opens=opens, chunk_bytes=chunk_bytes)
     ownership.names = names
     keep_rows(numbered, tied, rank, has_group=bool(sides))
     return ownership
@@ -469,28 +482,16 @@ def _connect(
     agreement: Agreement,
     sides: Sequence[SideGroup],
     *,
+    opens: Callable[[Sequence[tuple[int, int]], str], dict[int, Line]],
     chunk_bytes: int,
 ) -> Ownership:
     """Open the lines of `plan` and make all copies equal. Collective."""
     pipeline_stages = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
     scale_shared_once(pipeline_stages)
-    lines = _open_lines(plan.pairs, "tied", fabric, chunk_bytes)
-    row_lines = _open_lines(plan.row_pairs, "rows", fabric, chunk_bytes)
+    lines, row_lines = opens(plan.pairs, "tied"), opens(plan.row_pairs, "rows")
     beside = [DataParallel(each, fabric.rank, plan.scope, chunk_bytes=chunk_bytes) for each in sides]
     exchange = Exchange(fabric.rank, tied, lines, side=beside[0] if beside else None, row_lines=row_lines)
     ownership = Ownership(plan, exchange, fabric=fabric, agreement=agreement)
     ownership.pipeline_stages += pipeline_stages
     ownership.share_first_values()
     return ownership
-
-
-def _open_lines(
-    pairs: Sequence[tuple[int, int]], purpose: str, fabric: Fabric, chunk_bytes: int
-) -> dict[int, Line]:
-    """By peer, this rank's line to each rank of `pairs` that it is in."""
-    lines = {}
-    for low, high in pairs:
-        if fabric.rank in (low, high):
-            peer = high if fabric.rank == low else low
-            lines[peer] = Line(fabric.channel(peer, purpose), chunk_bytes=chunk_bytes)
-    return lines

@@ -242,6 +242,11 @@ class Exchange:
         for line in self._every_line():
             line.flush()
 
+    def drain(self) -> None:
+        """Wait, behind a flush, until this rank's device is done with all of it as well."""
+        for line in self._every_line():
+            line.drain()
+
     def take_bytes_sent(self) -> BytesSent:
         """Bytes sent since the last call, but for `share_values` and `check`."""
         return self.take_stats().sent
@@ -349,8 +354,8 @@ class Exchange:
     def _announce(self, tie: TiedParameter, step: int, *, chunk_rows: int | None) -> list[Outgoing]:
         """Announce new weights in chunks of `chunk_rows`, or, for None, that there are none."""
         header, present = header_of(tie, Phase.WEIGHT, step), chunk_rows is not None
-        lines = [self.lines[rank] for rank in tie.plan.copies]
-        return [line.open(header, present=present, chunk_rows=chunk_rows) for line in lines]
+        lines, device = [self.lines[rank] for rank in tie.plan.copies], tie.parameter.device
+        return [line.open(header, present=present, chunk_rows=chunk_rows, device=device) for line in lines]
 
     def _combined(self, tie: TiedParameter, step: int, *, pushes: bool = False) -> Iterator[_Update]:
         """The combined gradient, chunk by chunk; nothing when every share of it is None.

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from piper_owner.streams import CheckedStreams, checked_streams
+from piper_owner.streams import CheckedStreams, Stream, checked_streams
 from piper_owner.transport.base import Channel, Fabric, Group, Work
 from piper_owner.transport.wire import HEADER_BYTES
 
-__all__ = ["StagedFabric", "staged"]
+__all__ = ["DirectChannel", "StagedFabric", "staged"]
 
 
 @contextmanager
@@ -83,3 +83,76 @@ class StagedFabric(Fabric):
     def group(self, ranks: tuple[int, ...], purpose: str) -> Group:
         """As it is."""
         return self._inner.group(ranks, purpose)
+
+    def over_devices(self, device: torch.device) -> Fabric:
+        """Channels as NCCL's would be."""
+        return _DirectFabric(self._inner, self._streams)
+
+
+class _DirectFabric(StagedFabric):
+    def channel(self, peer: int, purpose: str) -> Channel:
+        return DirectChannel(self._inner.channel(peer, purpose), self._streams)
+
+
+class DirectChannel(Channel):
+    """Stands in for NCCL: a stream for each direction, which waits for the current one at each post.
+
+    The host waits for nothing but what a GPU would wait for. What is to be received is spoilt at the
+    post, as a transport may write to it from then on.
+    """
+
+    def __init__(self, inner: Channel, streams: CheckedStreams) -> None:
+        self.rank, self.peer, self.timeout = inner.rank, inner.peer, inner.timeout
+        self._inner, self._streams = inner, streams
+
+    def _started(self, what: str, tensor: torch.Tensor) -> Stream:
+        stream = self._streams.side(f"{what} {self.peer}")
+        stream.wait_event(self._streams.current().record())
+        self._streams.record_stream(tensor, stream)
+        return stream
+
+    def post_send(self, tensor: torch.Tensor) -> Work:
+        """Reads on the device until it is waited on."""
+        assert tensor.is_contiguous()
+        stream = self._started("send to", tensor)
+        with self._streams.on(stream):
+            taken = tensor.clone()
+        with _disable_current_modes():
+            return _DirectWork(self._inner.post_send(taken), self._streams, stream)
+
+    def post_recv(self, tensor: torch.Tensor) -> Work:
+        """Writes on the device until it is waited on."""
+        assert tensor.is_contiguous()
+        stream = self._started("receive from", tensor)
+        arrived = self._streams.host_buffer(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        with self._streams.on(stream):
+            tensor.copy_(torch.full_like(tensor, 77))
+        with _disable_current_modes():
+            work = self._inner.post_recv(arrived)
+        return _DirectWork(work, self._streams, stream, tensor, arrived)
+
+    def close(self) -> None:
+        """As it is."""
+        self._inner.close()
+
+
+class _DirectWork:
+    def __init__(
+        self,
+        inner: Work,
+        streams: CheckedStreams,
+        stream: Stream,
+        target: torch.Tensor | None = None,
+        arrived: torch.Tensor | None = None,
+    ) -> None:
+        self._inner, self._streams, self._stream = inner, streams, stream
+        self._target, self._arrived = target, arrived
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        self._inner.wait()
+        if self._target is not None and self._arrived is not None:
+            with self._streams.on(self._stream), torch.no_grad():
+                self._target.copy_(self._arrived)
+            self._target = None
+        self._streams.current().wait_event(self._stream.record())

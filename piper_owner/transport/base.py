@@ -24,7 +24,7 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
-from piper_owner.errors import ExchangeError, PeerLostError, PeerTimeoutError
+from piper_owner.errors import ConfigError, ExchangeError, PeerLostError, PeerTimeoutError
 
 __all__ = [
     "Board",
@@ -246,6 +246,10 @@ class Channel(abc.ABC):
     It has a communicator of its own: traffic elsewhere neither delays nor reorders it. Tensors are
     contiguous CPU tensors, and sizes are not checked here (see `wire`): a receive must be posted
     with exactly the dtype and number of elements that the peer sends.
+
+    A channel of `Fabric.over_devices` has tensors of a device instead. There "must not" holds for the
+    device: a post comes behind what the current stream has to do by then, and `Work.wait` lets the
+    current stream wait, not the host.
     """
 
     rank: int
@@ -259,6 +263,9 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     def post_recv(self, tensor: torch.Tensor) -> Work:
         """Start receiving into `tensor`, which must not be read before the work is waited on."""
+
+    def drain(self) -> None:  # noqa: B027 - nothing to do where `Work.wait` blocks the host
+        """Block until all that was posted, and waited on, is done. Raises PeerTimeoutError."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -312,3 +319,10 @@ class Fabric(abc.ABC):
     @abc.abstractmethod
     def group(self, ranks: tuple[int, ...], purpose: str) -> Group:
         """A new group over `ranks`, which include this one. Raises PeerTimeoutError as above."""
+
+    def over_devices(self, device: torch.device) -> Fabric:
+        """Channels between the accelerators of the same ranks; `device` is this rank's. Local.
+
+        Raises ConfigError where there is no such path; `paths` knows before whether there is.
+        """
+        raise ConfigError(f"{type(self).__name__} has no path between accelerators, here {device}")

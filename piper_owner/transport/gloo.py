@@ -36,6 +36,7 @@ from piper_owner.transport.base import (
     timed_out,
     waited,
 )
+from piper_owner.transport.nccl import NcclFabric
 
 __all__ = ["FailureBoard", "GlooChannel", "GlooFabric", "GlooGroup"]
 
@@ -283,6 +284,10 @@ class GlooFabric(Fabric):
     def group(self, ranks: tuple[int, ...], purpose: str) -> Group:
         """A new group over `ranks`; collective over them."""
         return GlooGroup(self, ranks, purpose)
+
+    def over_devices(self, device: torch.device) -> Fabric:
+        """Channels of NCCL between the GPUs of the same ranks."""
+        return NcclFabric(self, self._store, device)
 
     def make_group(self, ranks: tuple[int, ...], purpose: str) -> _ProcessGroup:
         """A process group over `ranks` under a store prefix of its own; collective over them."""

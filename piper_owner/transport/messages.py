@@ -3,7 +3,9 @@
 Sends are asynchronous; their handles are kept until `flush`. Receives block, and keep one chunk
 in flight while the caller works on the one before. Tensors of the CPU travel from and to where they
 lie; those of a device go through two chunks of the host each way (`staging`), and are there for the
-current stream when a call returns them. Each end decides that for itself.
+current stream when a call returns them. Each end decides that for itself. Where a line has a direct
+one beside it, the payloads of the device go over that, and the header, which goes over the channel of
+the host as all others do, says so.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from typing import Final
 import torch
 
 from piper_owner.errors import ExchangeError, MessageMismatchError
-from piper_owner.streams import Event, Streams, streams_of
+from piper_owner.streams import Event, Stream, Streams, streams_of
 from piper_owner.transport.base import Channel, Work
 from piper_owner.transport.staging import ReceiveSlots, StagedSender
 from piper_owner.transport.wire import HEADER_BYTES, Header, Phase, rows_per_chunk
 
-__all__ = ["BytesSent", "Incoming", "Line", "Outgoing"]
+__all__ = ["BytesSent", "DirectLine", "Incoming", "Line", "Outgoing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,14 @@ _KIND_OF_PHASE: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class DirectLine:
+    """A channel of `Fabric.over_devices` beside that of a line, from and to `device`."""
+
+    channel: Channel
+    device: torch.device
+
+
 class Line:
     """Checked messages between this rank and `channel.peer`.
 
@@ -72,8 +82,9 @@ class Line:
     last set to `BytesSent()`; `messages` counts the headers among the former.
     """
 
-    def __init__(self, channel: Channel, *, chunk_bytes: int) -> None:
+    def __init__(self, channel: Channel, *, chunk_bytes: int, direct: DirectLine | None = None) -> None:
         self.channel = channel
+        self.direct = direct
         self.chunk_bytes = chunk_bytes
         self.sent = BytesSent()
         self.received = BytesSent()
@@ -82,7 +93,7 @@ class Line:
         """A header that arrived and was not expected, where one of the two is a change of requires_grad."""
         self._awaited: Header | None = None
         self._pending: list[_Tracked] = []
-        self._staging: dict[torch.dtype, torch.Tensor] = {}
+        self._staging: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._sender: StagedSender | None = None
         self._slots: dict[torch.device, ReceiveSlots] = {}
 
@@ -101,7 +112,7 @@ class Line:
                 f"{_kind(header.dtype, header.shape)}; every holder of a tie must have the same shape and "
                 "dtype, and so must its gradient"
             )
-        out = self.open(header, present=tensor is not None)
+        out = self.open(header, present=tensor is not None, device=None if tensor is None else tensor.device)
         if tensor is None or not tensor.numel():
             return
         rows = tensor.detach().reshape(header.num_rows, -1)
@@ -109,14 +120,23 @@ class Line:
         for start, stop in out.header.ranges():
             out.put(rows[start:stop], copy=copy)
 
-    def open(self, header: Header, *, present: bool = True, chunk_rows: int | None = None) -> Outgoing:
+    def open(
+        self,
+        header: Header,
+        *,
+        present: bool = True,
+        chunk_rows: int | None = None,
+        device: torch.device | None = None,
+    ) -> Outgoing:
         """Announce a message whose chunks follow by `Outgoing.put`, in the order of its ranges.
 
-        `chunk_rows` are the rows of each chunk; None: as many as `chunk_bytes` has room for.
+        `chunk_rows` are the rows of each chunk; None: as many as `chunk_bytes` has room for. `device` is
+        where they are.
         """
         if chunk_rows is None:
             chunk_rows = rows_per_chunk(header.shape, header.dtype.itemsize, self.chunk_bytes)
-        header = replace(header, present=present, chunk_rows=chunk_rows)
+        is_direct = present and self.direct is not None and self.direct.device == device
+        header = replace(header, present=present, chunk_rows=chunk_rows, is_direct=is_direct)
         self._post(header.encode(), "other", header)
         self.messages += 1
         return Outgoing(self, header)
@@ -181,13 +201,13 @@ class Line:
                 raise
             raise first from error
 
-    def staging(self, header: Header) -> tuple[torch.Tensor, torch.Tensor]:
+    def staging(self, header: Header, device: torch.device = _CPU) -> tuple[torch.Tensor, torch.Tensor]:
         """Two buffers of one chunk each, kept from message to message."""
-        columns = _columns(header)
+        columns, key = _columns(header), (header.dtype, device)
         size = min(header.chunk_rows, header.num_rows) * columns
-        buffer = self._staging.get(header.dtype)
+        buffer = self._staging.get(key)
         if buffer is None or buffer.numel() < 2 * size:
-            buffer = self._staging[header.dtype] = torch.empty(2 * size, dtype=header.dtype, device="cpu")
+            buffer = self._staging[key] = torch.empty(2 * size, dtype=header.dtype, device=device)
         return buffer[:size].view(-1, columns), buffer[size : 2 * size].view(-1, columns)
 
     @property
@@ -218,13 +238,29 @@ class Line:
             self._sender.close()
             self._sender = None
         self.channel.close()
+        if self.direct is not None:
+            self.direct.channel.close()
 
-    def _post(self, tensor: torch.Tensor, kind: str, header: Header, streams: Streams | None = None) -> None:
-        """Post `tensor`, which is the host's unless it is one of `streams`, behind all before it."""
+    def drain(self) -> None:
+        """Block until the device, too, is done with all that was sent. Raises PeerTimeoutError."""
+        if self.direct is not None:
+            self.direct.channel.drain()
+
+    def _post(
+        self,
+        tensor: torch.Tensor,
+        kind: str,
+        header: Header,
+        streams: Streams | None = None,
+        direct: DirectLine | None = None,
+    ) -> None:
+        """Post `tensor`, the host's or one of `streams`, behind all before it, or over `direct`."""
         if streams is not None and self._sender is None:
             self._sender = StagedSender(self.channel)
         with _Context(self._where(header, sending=True)):
-            if self._sender is not None and (streams is not None or not self._sender.is_idle):
+            if direct is not None:
+                work = direct.channel.post_send(tensor)
+            elif self._sender is not None and (streams is not None or not self._sender.is_idle):
                 work = self._sender.post(tensor, streams)
             else:
                 work = self.channel.post_send(tensor)
@@ -296,11 +332,12 @@ class Outgoing:
     def put(self, rows: torch.Tensor, *, copy: bool = False) -> None:
         """Send the next chunk; unless it is a `copy`, it must not be written before the line is flushed."""
         kind = _KIND_OF_PHASE.get(self.header.phase, "other")
-        streams = streams_of(rows.device)
+        direct = self._line.direct if self.header.is_direct else None
+        streams = streams_of(rows.device) if direct is None else None
         whole = rows.detach().contiguous() if streams is None else rows.detach()
         if copy and whole.data_ptr() == rows.data_ptr():
             whole = whole.clone()
-        self._line._post(whole, kind, self.header, streams)
+        self._line._post(whole, kind, self.header, streams, direct)
 
 
 class Incoming:
@@ -309,6 +346,13 @@ class Incoming:
     def __init__(self, line: Line, header: Header, where: str) -> None:
         self.header = header
         self._line, self._where = line, where
+        self._direct = line.direct if header.is_direct else None
+        if header.is_direct and self._direct is None:
+            line.channel.close()
+            raise MessageMismatchError(
+                f"{where}: its payload was to come from device to device, and this rank has no such line; "
+                "the tied parameters of a rank stay on the device on which assign_owners found them"
+            )
 
     @property
     def present(self) -> bool:
@@ -322,7 +366,7 @@ class Incoming:
         may write to; it is overwritten as soon as the next chunk is asked for.
         """
         streams = streams_of(device)
-        if streams is not None:
+        if streams is not None and self._direct is None:
             slots = self._line.slots(streams)
             for index, (start, stop, chunk) in enumerate(self._arriving(slots)):
                 try:
@@ -333,21 +377,21 @@ class Incoming:
         ranges = list(self.header.ranges())
         if not ranges:
             return
-        buffers = self._line.staging(self.header)
+        buffers = self._line.staging(self.header, _CPU if self._direct is None else self._direct.device)
         arriving = self._post(ranges[0], buffers[0])
         for index, (start, stop) in enumerate(ranges):
             rows, work = arriving
             if index + 1 < len(ranges):
                 arriving = self._post(ranges[index + 1], buffers[(index + 1) % 2])
             self._finish(work, rows)
-            yield start, stop, rows
+            yield start, stop, rows if self._direct is None else rows.to(device)
 
     def tensor(self, device: torch.device = _CPU) -> torch.Tensor | None:
         """The whole payload in a new tensor on `device`, or None when it is not present."""
         if not self.present:
             return None
         whole = torch.empty(self.header.shape, dtype=self.header.dtype, device=device)
-        if streams_of(device) is not None:
+        if streams_of(device) is not None or self._direct is not None:
             self.into(whole)
             return whole
         for _ in self.fill(whole):
@@ -365,8 +409,13 @@ class Incoming:
             return
         rows = whole if whole.dim() else whole.view(1)
         streams = streams_of(whole.device)
-        if streams is None:
-            for start, stop, chunk in self.chunks():
+        if self._direct is not None and whole.device == self._direct.device and whole.is_contiguous():
+            for _ in self.fill(rows):
+                pass
+            torch.autograd.graph.increment_version(whole)  # as every other write to it does
+            return
+        if streams is None or self._direct is not None:
+            for start, stop, chunk in self.chunks(whole.device):
                 rows[start:stop].copy_(chunk.view_as(rows[start:stop]))
             return
         stream = self._line.slots(streams).stream
@@ -382,8 +431,24 @@ class Incoming:
         rows: (num_rows, ...), which the receiving stream of `streams` may write.
         """
         slots = self._line.slots(streams)
+        if self._direct is not None:
+            yield from self._land_directly(rows, streams, slots.stream)
+            return
         for index, (start, stop, chunk) in enumerate(self._arriving(slots)):
             yield start, stop, rows[start:stop], slots.land(index, chunk, rows[start:stop])
+
+    def _land_directly(
+        self, rows: torch.Tensor, streams: Streams, stream: Stream
+    ) -> Iterator[tuple[int, int, torch.Tensor, Event]]:
+        with streams.on(stream):
+            posted = [
+                (start, stop, *self._post((start, stop), rows[start:stop]))
+                for start, stop in self.header.ranges()
+            ]
+        for start, stop, part, work in posted:
+            with streams.on(stream):
+                self._finish(work, part)
+            yield start, stop, part, stream.record()
 
     def _arriving(self, slots: ReceiveSlots) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(start row, stop row, rows) of each chunk, as it arrives on the host, the next one under way."""
@@ -420,5 +485,6 @@ class Incoming:
 
     def _post(self, span: tuple[int, int], buffer: torch.Tensor) -> tuple[torch.Tensor, Work]:
         rows = buffer[: span[1] - span[0]]
+        channel = self._line.channel if self._direct is None else self._direct.channel
         with _Context(self._where):
-            return rows, self._line.channel.post_recv(rows)
+            return rows, channel.post_recv(rows)

@@ -37,6 +37,10 @@ class FabricView(Fabric):
         """A new group over `ranks`; collective over them."""
         return _GroupView(self._fabric.group(tuple(self._ranks[rank] for rank in ranks), purpose), ranks)
 
+    def over_devices(self, device: torch.device) -> Fabric:
+        """Those of the ranks of this view."""
+        return FabricView(self._fabric.over_devices(device), self._ranks)
+
 
 class _GroupView(Group):
     """A group whose ranks, and roots, are those of a view."""

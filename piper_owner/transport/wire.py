@@ -76,7 +76,8 @@ class Header:
 
     `subject` is the tie's name or the stage that the tensor belongs to. A message that is not
     `present` has no payload: the gradient is None, or the weights did not change. `chunk_rows` is
-    the sender's choice. A change of requires_grad never has a payload; there `present` is the new value.
+    the sender's choice, and so is whether the payload goes from device to device (`is_direct`). A change
+    of requires_grad never has a payload; there `present` is the new value.
 
     Raises TieError (InputError for what goes between stages) when `shape` has more than 8 dimensions
     or no header can name `dtype`: complex, quantised and unsigned types of more than 8 bits.
@@ -90,6 +91,7 @@ class Header:
     microbatch: int = 0
     chunk_rows: int = 1
     present: bool = True
+    is_direct: bool = False
 
     def __post_init__(self) -> None:
         wrong = None
@@ -122,7 +124,7 @@ class Header:
         fixed = _FIXED.pack(
             _MAGIC,
             _PHASES.index(self.phase),
-            self.present,
+            self.present | self.is_direct << 1,
             _DTYPES.index(self.dtype),
             len(self.shape),
             self.step,
@@ -160,7 +162,8 @@ class Header:
             shape=tuple(dims[:num_dims]),
             microbatch=microbatch,
             chunk_rows=chunk_rows,
-            present=bool(present),
+            present=bool(present & 1),
+            is_direct=bool(present & 2),
         )
 
     def check(self, expected: Header, where: str, *, any_tensor: bool = False) -> None:
