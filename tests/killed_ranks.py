@@ -47,7 +47,7 @@ def undisturbed() -> RunResult:
     With as many threads to an operation as an actor has: sums in another order have other bits.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // CONFIG.num_ranks))
     try:
         return train_in_process(CONFIG, token_stream(CONFIG, TOKENS)).runs[RunKind.OWNER]
     finally:
