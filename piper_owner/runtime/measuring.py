@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
-from torch._C._distributed_c10d import PrefixStore
 
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.memory_runs import (
@@ -25,11 +22,10 @@ from piper_owner.executor.session import RankSession
 from piper_owner.executor.source import ModelSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.planning.config import Method
-from piper_owner.runtime.actor import Meeting, RankHost
+from piper_owner.runtime.actor import RankHost
 from piper_owner.runtime.cluster import Cluster
-from piper_owner.runtime.failures import Call, gather
+from piper_owner.runtime.crew import Crew
 from piper_owner.runtime.store import open_store
-from piper_owner.transport.gloo import FailureBoard
 
 __all__ = ["MemoryHost", "OnMeasured", "measure_runs"]
 
@@ -74,36 +70,22 @@ def measure_runs(
     timeout = timedelta(seconds=config.timeout_seconds)
     with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
         store = open_store(cluster.host, timeout)
-        meeting = Meeting(host=cluster.host, port=store.port, is_local=cluster.is_local)
-        shared = ray.put(tokens)
-        actors = {
-            rank: cluster.start(MemoryHost, rank, rank, config, shared, meeting, source)
-            for rank in range(config.num_ranks)
-        }
-        pids: dict[int, int] = {}
-
-        def everywhere(what: str, board: FailureBoard, method: str, *args: object) -> dict[int, Any]:
-            made = {rank: getattr(actor, method).remote(*args) for rank, actor in actors.items()}
-            # A wait of ours must outlast a rank's own, whose error names the cause.
-            call = Call(what=what, references=made)
-            return gather(call, timeout=2 * timeout + timedelta(seconds=60), board=board, pids=pids)
-
-        pids.update(
-            {rank: int(str(pid)) for rank, pid in everywhere("start", FailureBoard(store), "pid").items()}
-        )
+        crew = Crew(config, source, cluster, store, tokens, MemoryHost)
+        crew.man(1)
         runs = {}
         for method, plan in plans.items():
-            board = FailureBoard(PrefixStore(f"run-{method.value}", store))
+            prefix, name = f"run-{method.value}", f"the {method.value} run"
+            board = crew.board(prefix)
             changed, kind = run_of(config, method)
-            name = f"the {method.value} run"
-            everywhere(f"start of {name}", board, "open_as", changed, kind, f"run-{method.value}")
-            steps: dict[int, list[StepMemory]] = {rank: [] for rank in actors}
+            crew.all(f"start of {name}", board, "open_as", changed, kind, prefix, step=1)
+            steps: dict[int, list[StepMemory]] = {rank: [] for rank in crew.ranks}
             for index in range(config.steps):
-                done = everywhere(f"step {index + 1} of {name}", board, "measured_step", index)
+                what = f"step {index + 1} of {name}"
+                done = crew.all(what, board, "measured_step", index, step=index + 1)
                 for rank, found in steps.items():
                     found.append(done[rank])
                 if on_step is not None:
                     on_step(method, index + 1)
-            everywhere(f"end of {name}", board, "close")
+            crew.all(f"end of {name}", board, "close", step=config.steps)
             runs[method] = collect_run(plan, predicted[method], list(steps.values()))
     return MemoryResult(config=config, where="ray", text=text, runs=runs)

@@ -29,7 +29,17 @@ from torch._C._distributed_c10d import Work as C10dWork
 
 from piper_owner.errors import ConfigError, PeerTimeoutError
 from piper_owner.streams import streams_of
-from piper_owner.transport.base import Board, Channel, Fabric, Group, Work, cause, lost, timed_out
+from piper_owner.transport.base import (
+    Board,
+    Channel,
+    Fabric,
+    Group,
+    Work,
+    cause,
+    closed_here,
+    lost,
+    timed_out,
+)
 
 __all__ = ["NcclChannel", "NcclFabric"]
 
@@ -112,7 +122,7 @@ class NcclChannel(Channel):
 
     def _post(self, start: Callable[[list[torch.Tensor], int, int], C10dWork], tensor: torch.Tensor) -> Work:
         if self._is_closed:
-            raise lost(self.board, self.rank, f"rank {self.peer}", "this end of the channel is closed")
+            raise closed_here(self.board, self.rank, (self.peer,), "this end of the channel")
         self._look_for_overdue()
         try:
             work = start([tensor], self._other, 0)
@@ -142,14 +152,16 @@ class NcclChannel(Channel):
             oldest = min((started for _, started in self._pending), default=None)
             count = len(self._pending)
         if oldest is not None and time.monotonic() - oldest > self.timeout.total_seconds():
+            error = timed_out(self.board, self.rank, (self.peer,), self.timeout)
             self.close()
-            raise timed_out(self.board, self.rank, f"rank {self.peer}", self.timeout)
+            raise error
         return count
 
     def _broken(self, error: RuntimeError) -> Exception:
-        self.close()
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        return lost(self.board, self.rank, f"rank {self.peer}", first)
+        explained = lost(self.board, self.rank, (self.peer,), first)
+        self.close()
+        return explained
 
     def close(self) -> None:
         """Give both communicators up, and what is on its way with them. Twice is fine."""
@@ -195,5 +207,5 @@ class NcclFabric(Fabric):
             peer = pair[1 - pair.index(self.rank)]
             raise PeerTimeoutError(
                 f"rank {self.rank} could not open an NCCL communicator to rank {peer} for {purpose!r}: "
-                f"{(str(error).splitlines() or [''])[0]}{cause(self.board)}"
+                f"{(str(error).splitlines() or [''])[0]}{cause(self.board, self.rank, (peer,))}"
             ) from error
