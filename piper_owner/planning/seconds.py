@@ -178,9 +178,13 @@ def _flight(size: int, config: PlanConfig) -> float:
 
 
 def _owner_seconds(tie: TiePlan, config: PlanConfig) -> float:
-    """The owner's step; owners of several pipelines average the combined gradient in it."""
+    """The owner's step, in which it adds each replica's gradient to its own: two are read and one is written.
+
+    Owners of several pipelines average the combined gradient in it.
+    """
     kept = stepped_memory((tie.shape,), config)
-    return _step_seconds(kept, config) + _ring_seconds(kept.gradients, config.pipelines, config)
+    added = 3 * kept.gradients * len(tie.replicas) / config.memory_bandwidth
+    return _step_seconds(kept, config) + added + _ring_seconds(kept.gradients, config.pipelines, config)
 
 
 def _durations(
