@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plan_cases import gpt_shapes, plan_config, preset_shapes
 
 from piper_owner.cost import Candidate, elect, row_capacity, table_capacity
+from piper_owner.dag.nodes import Sync, SyncKind
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import Tie, Use
 from piper_owner.planning.compare import Comparison, compare_methods
@@ -195,6 +196,18 @@ class TestSteps:
             stage_seconds=(1.0, 1.0, 1.0), backward_seconds=(5.0, 5.0, 5.0), bandwidth=1e12, latency=0.0
         )
         assert found.plans[Method.NAIVE].timing.step_seconds == pytest.approx(6 * 6.0, rel=1e-3)
+
+    @pytest.mark.parametrize("method", [Method.DENSE, Method.ROWS])
+    def test_an_owner_adds_before_it_steps(self, method: Method) -> None:
+        found = small(dtype="float32", memory_bandwidth=1e9, bandwidth=1e15, latency=0.0, barrier=True)
+        table = 5000 * 256 * 4
+        steps = sum(
+            event.end - event.start
+            for event in found.tried[method, 2].timing.timeline.events(2)
+            if isinstance(event.action, Sync) and event.action.kind is SyncKind.OWNER_STEP
+        )
+        # AdamW moves seven tables, and the state's counters; two gradients are read and their sum written.
+        assert steps == pytest.approx((7 + 3) * table / 1e9, rel=1e-3)
 
     def test_nothing_hides_behind_a_barrier(self) -> None:
         for method, owner in ((Method.DENSE, 0), (Method.DENSE, 2), (Method.ROWS, 2)):
