@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from ray import cloudpickle
+from torch import nn
+from torch.nn import functional
 
 from piper_owner.executor.config import RunKind, TrainConfig
 from piper_owner.executor.local import train_in_process
 from piper_owner.executor.results import RunResult
 from piper_owner.executor.session import StepReport
+from piper_owner.executor.source import GPTSource
 from piper_owner.executor.stream import token_stream
 from piper_owner.runtime.actor import RankHost
 
@@ -52,6 +55,20 @@ def undisturbed() -> RunResult:
         return train_in_process(CONFIG, token_stream(CONFIG, TOKENS)).runs[RunKind.OWNER]
     finally:
         torch.set_num_threads(before)
+
+
+class WithDropout(GPTSource):
+    """The GPT with dropout behind each stage."""
+
+    def build_stages(self, config: TrainConfig, stages: tuple[int, ...]) -> dict[int, nn.Module]:
+        built = super().build_stages(config, stages)
+        for module in built.values():
+            module.register_forward_hook(drop)
+        return built
+
+
+def drop(module: object, given: object, made: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(made, 0.2)
 
 
 @dataclass(frozen=True, kw_only=True)

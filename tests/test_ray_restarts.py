@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed_ranks import CONFIG, TOKENS, Moment, assert_same, at, faulty_at, undisturbed
+from killed_ranks import CONFIG, TOKENS, Moment, WithDropout, assert_same, at, faulty_at, undisturbed
 from ray import cloudpickle
 from ray_jobs import SMALL, job, wait_until
 
@@ -94,6 +94,24 @@ def test_killed_at_a_random_moment_it_ends_with_the_same_bits(seed: int, tmp_pat
 
 
 @pytest.mark.usefixtures("ray_cluster")
+def test_dropout_draws_the_same_from_snapshots_and_checkpoints(tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=14)
+
+    def run(name: str, host_class: type[RankHost] = RankHost, **given: Any) -> TrainResult:  # noqa: ANN401
+        (tmp_path / name).mkdir()
+        return restarted(host_class, tmp_path / name, config=config, source=WithDropout(), **given)
+
+    straight = run("straight").runs[RunKind.OWNER]
+    assert straight.losses[0] != undisturbed().losses[0], "dropout does something"
+    for name, snapshot in (("checkpoint", None), ("snapshot", 4)):
+        result = run(name, faulty_at(at(13, tmp_path, f"{name} marker")), snapshot=snapshot)
+        (restart,) = result.restarts
+        assert restart.from_step in ((7,) if snapshot is None else (8, 12))  # that of 12 may be on its way
+        assert_same(result.runs[RunKind.OWNER], straight)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_it_is_restarted_as_often_as_it_may_be(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=9)
     raises = faulty_at(
@@ -151,6 +169,7 @@ def test_the_run_that_failed_begins_again_alone(tmp_path: Path) -> None:
     assert seen == [(kind, step) for kind, steps in expected for step in steps]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_of_the_command_costs_nothing_but_time(tmp_path: Path) -> None:
     file, folder = tmp_path / "result.json", tmp_path / "run"
     options = ("--steps", "300", "--json", str(file), "--checkpoint", str(folder), "--every", "10")

@@ -51,6 +51,7 @@ def test_a_rank_that_is_killed_costs_a_step(rank: int, step: int, delay: float, 
     assert restart.from_step > 0 or step < 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_when_both_are_lost_the_checkpoint_counts(tmp_path: Path) -> None:
     killed = [at(12, tmp_path, f"marker {rank}", rank=rank) for rank in (OWNER, REPLICA)]
@@ -60,6 +61,7 @@ def test_when_both_are_lost_the_checkpoint_counts(tmp_path: Path) -> None:
     assert [restart.from_step for restart in result.restarts] in ([10], [10, 10])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_when_both_are_lost_and_nothing_is_on_disk_it_says_so(tmp_path: Path) -> None:
     killed = [at(12, tmp_path, f"marker {rank}", rank=rank) for rank in (OWNER, REPLICA)]

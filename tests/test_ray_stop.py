@@ -52,12 +52,19 @@ def run(
         assert wait_until(lambda: count_cpus()[1] == 4, 10), "the reservation was not given back"
 
 
+# In the middle; and where the step was saved anyway, and after the last one.
+STOPS = [(signal.SIGTERM, 4)]
+MORE_STOPS = [(signal.SIGINT, 7), (signal.SIGTERM, 16), (signal.SIGINT, 30)]
+
+
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [STOPS, pytest.param(MORE_STOPS, marks=pytest.mark.slow)])
+def test_a_run_that_is_stopped_goes_on_with_the_same_bits(
+    stops: list[tuple[signal.Signals, int]], tmp_path: Path
+) -> None:
     told: list[int] = []
     resume = False
-    # In the middle, and where the step was saved anyway; then after the last one.
-    for number, step in ((signal.SIGINT, 4), (signal.SIGTERM, 16), (signal.SIGINT, 30)):
+    for number, step in stops:
         with pytest.raises(Stopped) as stopped:
             run(tmp_path, number, step=step, told=told, resume=resume)
         assert (stopped.value.number, stopped.value.is_kept, stopped.value.failure) == (number, True, "")
@@ -65,7 +72,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> Non
         assert stopped.value.step == min(CONFIG.steps, step + 2)
         assert read_index(tmp_path).step == stopped.value.step
         resume = True
-    assert told == [6, 18]
+    assert told == [step + 2 for _, step in stops if step < CONFIG.steps]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert len(list(tmp_path.iterdir())) == 2  # the index, and its data
     assert_same(run(tmp_path, step=0, told=told, resume=True).runs[RunKind.OWNER], undisturbed())
@@ -78,6 +85,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoint.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_rank_that_fails_while_it_is_stopped_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     killed = faulty_at(at(12, tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +15,10 @@ from piper_owner.checkpoint.holding import Holding, held_by
 from piper_owner.checkpoint.loading import Loader
 from piper_owner.checkpoint.saving import Saver
 from piper_owner.checkpoint.team import Team
+from piper_owner.dag.text import format_dag
 from piper_owner.errors import CheckpointError
 from piper_owner.executor.config import TrainConfig
+from piper_owner.executor.randomness import set_random_states, states_from_text, states_to_text
 from piper_owner.executor.rank import RankExecutor
 from piper_owner.ownership import OwnershipPlan
 from piper_owner.transport.agreement import Agreement
@@ -101,8 +104,13 @@ class Keeper:
     def save(self, path: str, facts: Mapping[str, Any]) -> None:
         """Save after the last step; see `checkpoint.save`."""
         team = self._ranks()
-        shares = [json.loads(text) for text in team.everyone(lambda: json.dumps(self._losses))]
-        extra = {"run": dict(facts), "losses": list(joined_losses(self._before, shares))}
+        told = team.everyone(lambda: json.dumps([self._losses, states_to_text()]))
+        answers = [json.loads(text) for text in told]
+        extra = {
+            "run": dict(facts),
+            "losses": list(joined_losses(self._before, (losses for losses, _ in answers))),
+            "random": {"program": self._program(), "states": [states for _, states in answers]},
+        }
         self._executor.flush()
         saver = Saver(Path(path), self._executor.step, extra)
         saver.plan(team, self._holding, check=self._executor.check)
@@ -117,7 +125,21 @@ class Keeper:
             optimizer.load_state_dict(state)
         self._before = kept_losses(loader.index.extra)
         self._executor.resume(loader.index.step)
+        self._draw_on(loader.index.extra.get("random"))
         return self._before
+
+    def _program(self) -> str:
+        """A digest of what all ranks do: two jobs with the same one draw the same random values in a step."""
+        text = f"{self._fabric.world_size}\n{format_dag(self._executor.dag)}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _draw_on(self, kept: object) -> None:
+        """Draw random values from where a job of the same program was; another one draws others."""
+        if not isinstance(kept, dict) or kept.get("program") != self._program():
+            return
+        states = kept.get("states")
+        if isinstance(states, list) and len(states) == self._fabric.world_size:
+            set_random_states(states_from_text(states[self._fabric.rank]) or {})
 
     def close(self) -> None:
         """Give the lines up. Local; twice is fine."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from piper_owner.errors import ExchangeError, PeerTimeoutError
 from piper_owner.executor.keeping import Keeper
+from piper_owner.executor.randomness import random_states, set_random_states
 from piper_owner.executor.rank import RankExecutor
 from piper_owner.executor.snapshots import Shelf, Snapshot, pack, peer_of, unpack
 from piper_owner.rows import RowsParameter
@@ -22,6 +23,7 @@ from piper_owner.transport.wire import Header, Phase
 __all__ = ["Replicator"]
 
 _SUBJECT: Final = "the state of a rank"
+_RANDOM: Final = "random/"
 
 
 class Replicator:
@@ -90,6 +92,10 @@ class Replicator:
                 optimizer.state[parameter] = state | plain
         self._keeper.go_on(values["losses"])
         self._executor.resume(snapshot.step)
+        drawn = {
+            key.removeprefix(_RANDOM): state for key, (state, _) in tensors.items() if key.startswith(_RANDOM)
+        }
+        set_random_states(drawn)
 
     def close(self) -> None:
         """Wait for the copies that are on their way, then give the lines up. Twice is fine."""
@@ -156,6 +162,8 @@ class Replicator:
     # -- what a rank has. Options of its optimizers are not among it: no step changes them.
 
     def _state(self) -> Iterator[tuple[str, Any]]:
+        for device, state in random_states():
+            yield _RANDOM + device, state
         yield from self._weights()
         for prefix, optimizer, parameter in self._stepped():
             for key, value in optimizer.state.get(parameter, {}).items():

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.randomness import draw_from
 from piper_owner.executor.recording import RankRecord, Recording
 from piper_owner.executor.reference import ReferenceSession
 from piper_owner.executor.session import RankReport, RankSession, StepReport
@@ -71,6 +72,7 @@ class RankHost:
             self._session = ReferenceSession(self.config, self._source)
         else:
             self._session = RankSession(self.config, run, self._fabric(prefix), self._source, self._shelf)
+        draw_from(self.config.seed, self.rank)  # building a model may draw, too
 
     def step(self, index: int) -> StepReport:
         """Train on the batch of step `index` (from 0). Collective."""
