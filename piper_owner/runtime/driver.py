@@ -51,11 +51,10 @@ def train(
     `source` is the model (None: the GPT). `tokens` is int32, one-dimensional; `text` names where they
     come from. `address` is that of a Ray cluster, None for the connected one or else a local one; see
     `Cluster`. `on_step` is called here after every step, and `on_restart` when a run that lost a rank
-    begins again, which it may `max_restarts` times over all runs; `snapshot` is after how many steps each
-    to take a snapshot in memory for that (None: never). `recording` is what to record of the
-    owner run, and `keeping` where to keep it. With both `keeping` and `on_stop`, the first SIGINT, SIGTERM or
-    SIGHUP during the owner run saves it and ends it: `on_stop` is told the last step. `host_class` is
-    the actor's class.
+    begins again, `max_restarts` times at most over all runs; `snapshot` is after how many steps each to take
+    a snapshot for that (None: never). `recording` is what to record of the owner run, `keeping` where to keep
+    it. With `keeping` and `on_stop`, the first SIGINT, SIGTERM or SIGHUP during the owner run saves and ends
+    it; `on_stop` is told the last step. `host_class` is the actor's class.
 
     Raises InputError before anything starts, and RunError, which carries the error of the rank
     that failed first, after everything that was started here has ended; and Stopped after a signal.
@@ -64,10 +63,7 @@ def train(
     source = GPTSource() if source is None else source
     config = resolve_run(config, source)
     plans = {kind: plan_run(config, kind, source) for kind in runs if kind is not RunKind.REFERENCE}
-    if snapshot is not None and config.num_ranks == 1:
-        raise ConfigError(
-            "--snapshot with one worker: there is no other one to keep a copy; use --checkpoint DIR alone"
-        )
+    _check_snapshot(snapshot, config)
     kept = None if keeping is None else Kept(keeping, config, tokens)
     restarts = Restarts(max_restarts, on_restart)
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -92,3 +88,10 @@ def train(
         records=owner.records,
         restarts=tuple(restarts.made),
     )
+
+
+def _check_snapshot(snapshot: int | None, config: TrainConfig) -> None:
+    if snapshot is not None and config.num_ranks == 1:
+        raise ConfigError(
+            "--snapshot with one worker: there is no other one to keep a copy; use --checkpoint DIR alone"
+        )
