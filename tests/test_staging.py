@@ -6,7 +6,10 @@ Every operation is checked for its order on the streams, and the numbers are tho
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from tiny import ADAM, Mix, Pipeline, Trained, one_torch_thread, row_batch
 from torch import Tensor, nn
 
 from piper_owner.assignment import assign_over
+from piper_owner.errors import ExchangeError
 from piper_owner.executor.local import run_threads
 from piper_owner.optimizer_wrap import OwnerOptimizer
 from piper_owner.streams import CheckedStreams, StreamOrderError
@@ -113,6 +117,48 @@ def _both_ways(fabric: Fabric) -> bool:
 def test_a_send_does_not_wait_for_room(rank_pool: RankPool) -> None:
     assert run_threads(2, _both_ways, timeout=TIMEOUT) == [True, True]
     assert rank_pool.run(2, _both_ways) == [True, True]
+
+
+def _backlog(fabric: Fabric, ends: str) -> tuple[str, str, float]:
+    """Rank 0 has more to send than there is room for, and rank 1 does not take it."""
+    with staged(fabric) as (there, _):
+        line = Line(there.channel(1 - fabric.rank, "tied"), chunk_bytes=64)
+        other = fabric.channel(1 - fabric.rank, "signal")
+        if fabric.rank == 1:
+            if ends == "closes":
+                line.close()
+            with suppress(ExchangeError):  # it may be out of time as well
+                other.post_recv(torch.zeros(1)).wait()
+            return "", "", 0.0
+        tensor = values(1, 500, 4)
+        start = time.monotonic()
+        try:
+            line.send(header_of(tensor), tensor)
+            line.flush()
+        except ExchangeError as error:
+            line.close()
+            with suppress(ExchangeError):
+                other.post_send(torch.zeros(1)).wait()
+            found = type(error).__name__, str(error), time.monotonic() - start
+            deadline = time.monotonic() + 10
+            while any("sends to rank" in each.name for each in threading.enumerate()):
+                assert time.monotonic() < deadline, "the thread of the sends is still there"
+            return found
+        return "no error", "", 0.0
+
+
+@pytest.mark.parametrize(("ends", "kind"), [("closes", "PeerLostError"), ("waits", "PeerTimeoutError")])
+def test_a_backlog_that_nobody_takes_ends_in_an_error_that_names_it(
+    ends: str, kind: str, rank_pool: RankPool
+) -> None:
+    timeout = timedelta(seconds=1.5 if ends == "waits" else 20.0)
+    ways = [run_threads(2, partial(_backlog, ends=ends), timeout=timeout)]
+    if ends == "closes":
+        ways.append(rank_pool.run(2, _backlog, ends))
+    for (error, text, seconds), _ in ways:
+        assert error == kind
+        assert "weights of 'w' from rank 0 to rank 1, step 0" in text
+        assert seconds < 10
 
 
 def _early(fabric: Fabric) -> list[bool]:

@@ -75,8 +75,17 @@ class AcceleratorStreams(Streams):
     def on(self, stream: Stream) -> Iterator[None]:
         """Make `stream`, and its device, this thread's current ones."""
         assert isinstance(stream, _Stream)
-        with stream.stream:
+        # Not `with stream`: that keeps what was current in the stream, which several threads share.
+        index, before = (
+            torch.accelerator.current_device_index(),
+            torch.accelerator.current_stream(self.device),
+        )
+        torch.accelerator.set_stream(stream.stream)
+        try:
             yield
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(index)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Tell the caching allocator."""
