@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, Literal, NoReturn
 
 import torch
@@ -42,10 +41,11 @@ from piper_owner.stages import (
     refuse_unscaled,
     scale_shared_once,
 )
+from piper_owner.streams import refuse_capture
 from piper_owner.tied import TiedParameter, refuse_replaced
-from piper_owner.transport import Fabric, Line
+from piper_owner.transport import Fabric
 from piper_owner.transport.agreement import Agreement, in_call
-from piper_owner.transport.paths import Place, open_lines, place_of
+from piper_owner.transport.paths import LineOpener
 from piper_owner.uniting import tie_here
 
 __all__ = ["Ownership", "TieLike", "as_ownership", "assign_over", "assign_owners"]
@@ -164,9 +164,10 @@ class Ownership:
 
         Only the first call that finds none looks: it comes before the first exchange. Collective. Every
         call raises on a rank where the weight half of a backward is still pending, or no pass has divided
-        the gradients by the microbatches; and PeerLostError after `close`.
+        the gradients by the microbatches, or a CUDA graph is captured; and PeerLostError after `close`.
         """
         self.refuse_closed()
+        refuse_capture(self.rank)
         refuse_pending_backwards(self.pipeline_stages, self.rank)
         if self.unscaled:
             refuse_unscaled(self.pipeline_stages, self.unscaled, is_nonzero)
@@ -415,7 +416,7 @@ def assign_over(
     numbered: dict[int, torch.nn.Module] = {}
     listed: list[Stage] = []
     sides: list[SideGroup] = []
-    devices: list[torch.device | None] = []
+    opener = LineOpener(fabric, chunk_bytes=chunk_bytes)
 
     def describe() -> str:
         if side is not None:
@@ -426,14 +427,13 @@ def assign_over(
         reshard(numbered.values())
         answer = describe_stages(numbered, ties, rank=rank, names=names, uses=uses)
         settings["side"] = [[each.fabric.rank, each.fabric.world_size] for each in sides]
-        place, device = place_of(p.device for stage in numbered.values() for p in stage.parameters())
-        devices.append(device)
-        return json.dumps(answer | settings | {"place": place.to_json()})
+        return json.dumps(answer | settings | {"place": opener.describe(numbered.values())})
 
     answers: list[dict[str, Any]] = []
 
     def agree() -> OwnershipPlan:
         answers.extend(json.loads(text) for text in agreement.everyone(describe)[0])
+        opener.learn(answer["place"] for answer in answers)
         return plan_from(answers, world_size=world_size)
 
     plan = agree_beside(agreement, fabric, sides, agree)
@@ -448,14 +448,7 @@ def assign_over(
     averaged = agreement.everyone(make_one)
     if sides:
         _note_averages(plan, tied, numbered, averaged)
-    opens = partial(
-        open_lines,
-        fabric,
-        chunk_bytes=chunk_bytes,
-        places=[Place.from_json(answer["place"]) for answer in answers],
-        device=devices[0],
-    )
-    ownership = _connect(plan, tied, listed, fabric, agreement, sides, opens=opens, chunk_bytes=chunk_bytes)
+    ownership = _connect(plan, tied, listed, agreement, sides, opener)
     ownership.names = names
     keep_rows(numbered, tied, rank, has_group=bool(sides))
     return ownership
@@ -478,17 +471,15 @@ def _connect(
     plan: OwnershipPlan,
     tied: Mapping[str, TiedParameter],
     stages: Sequence[Stage],
-    fabric: Fabric,
     agreement: Agreement,
     sides: Sequence[SideGroup],
-    *,
-    opens: Callable[[Sequence[tuple[int, int]], str], dict[int, Line]],
-    chunk_bytes: int,
+    opener: LineOpener,
 ) -> Ownership:
     """Open the lines of `plan` and make all copies equal. Collective."""
     pipeline_stages = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
     scale_shared_once(pipeline_stages)
-    lines, row_lines = opens(plan.pairs, "tied"), opens(plan.row_pairs, "rows")
+    fabric, chunk_bytes = opener.fabric, opener.chunk_bytes
+    lines, row_lines = opener.open(plan.pairs, "tied"), opener.open(plan.row_pairs, "rows")
     beside = [DataParallel(each, fabric.rank, plan.scope, chunk_bytes=chunk_bytes) for each in sides]
     exchange = Exchange(fabric.rank, tied, lines, side=beside[0] if beside else None, row_lines=row_lines)
     ownership = Ownership(plan, exchange, fabric=fabric, agreement=agreement)

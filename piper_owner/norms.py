@@ -47,8 +47,12 @@ def scale_to(grads: Iterable[Tensor], power: float, max_norm: float, norm_type: 
     total = total if norm_type == math.inf else total ** (1.0 / norm_type)
     # The small constant is that of torch.nn.utils.clip_grad_norm_.
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        local_of(grad).mul_(scale.to(grad.device, grad.dtype))
+    there: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # one copy to each device, not one a gradient
+    for local in map(local_of, grads):
+        key = (local.device, local.dtype)
+        if key not in there:
+            there[key] = scale.to(*key, non_blocking=True)
+        local.mul_(there[key])
     return total
 
 

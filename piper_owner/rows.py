@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from piper_owner.cost import table_capacity
 from piper_owner.errors import RowIndexError, RowsError, TieError
+from piper_owner.streams import is_capturing
 
 _LOG = logging.getLogger(__name__)
 
@@ -145,8 +146,14 @@ def _slots_of(
     """The row of the compact table for each id. An operator of its own: torch.compile does not look inside.
 
     An unknown id raises on the CPU; elsewhere, to spare a host sync, it goes to `missed`, which is
-    read when the step ends, and its row is the first.
+    read when the step ends, and its row is the first. While a CUDA graph is captured it raises.
     """
+    if is_capturing():
+        raise RowsError(
+            f"{what}: rows were looked up while a CUDA graph is captured, and the table that keeps them "
+            "moves when it grows, which a replay would not know. Leave this stage out of the graph "
+            "(torch.compile without mode='reduce-overhead'), or assign_owners with layout='dense'"
+        )
     if not ids.numel():
         return torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
     wanted = ids.to(torch.int64).contiguous()

@@ -35,7 +35,7 @@ from piper_owner.transport import (
 )
 from piper_owner.transport.messages import DirectLine
 from piper_owner.transport.nccl import NcclFabric
-from piper_owner.transport.paths import Path, Place, open_lines, path_between, place_of
+from piper_owner.transport.paths import LineOpener, Path, Place, path_between, place_of
 
 T = TypeVar("T")
 
@@ -104,7 +104,10 @@ def test_communicators_are_opened_in_one_order_of_pairs_each_behind_its_own_chan
     network = MemoryNetwork(4, timeout=TIMEOUT)
     for rank in range(4):
         fabric = _Opening(network.fabric(rank), [])
-        lines = open_lines(fabric, pairs, "tied", chunk_bytes=64, places=places, device=CPU)
+        opener = LineOpener(fabric, chunk_bytes=64)
+        opener.describe([torch.nn.Linear(1, 1)])
+        opener.learn(place.to_json() for place in places)
+        lines = opener.open(pairs, "tied")
         expected: list[tuple[int, str]] = []
         for pair in pairs:
             if rank in pair:
@@ -114,7 +117,7 @@ def test_communicators_are_opened_in_one_order_of_pairs_each_behind_its_own_chan
                     expected.append((peer, "tied payload"))
         assert fabric.opened == expected
         assert {peer for peer, line in lines.items() if line.direct is None} == {3 - rank} & {0, 3}
-        plain = open_lines(_Opening(network.fabric(rank), []), pairs, "tied", chunk_bytes=64)
+        plain = LineOpener(_Opening(network.fabric(rank), []), chunk_bytes=64).open(pairs, "tied")
         assert all(line.direct is None for line in plain.values())
 
 

@@ -8,15 +8,21 @@ from datetime import timedelta
 
 import pytest
 import torch
+from owners import Rank, errors
 from torch import nn
 
+from piper_owner import rows
+from piper_owner.errors import ConfigError, RowsError
+from piper_owner.rows import RowsTable
 from piper_owner.streams import (
     CheckedStreams,
     StreamOrderError,
+    accelerator,
     checked_streams,
     is_capturing,
     streams_of,
 )
+from piper_owner.transport import Fabric
 
 SECOND = timedelta(seconds=1)
 CPU = torch.device("cpu")
@@ -183,3 +189,30 @@ def test_training_on_one_stream_is_let_be_and_host_syncs_are_counted(streams: Ch
     assert streams.host_syncs == []
     assert float(total) == 3.0
     assert streams.host_syncs == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("call", ["step", "finalize_grads"])
+def test_a_step_is_refused_while_a_graph_is_captured(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "is_capturing", lambda: True)
+
+    def work(fabric: Fabric) -> None:
+        rank = Rank(fabric)
+        rank.backward()
+        getattr(rank.opt, call)()
+
+    for number, error in enumerate(errors(2, work)):
+        assert isinstance(error, ConfigError)
+        assert f"rank {number}: a step" in str(error)
+        assert "make_graphed_callables" in str(error)
+
+
+def test_a_lookup_of_rows_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    embed = nn.Embedding(8, 2)
+    table = RowsTable([embed], nn.Parameter(torch.ones(8, 2)), what="tie t on rank 0", device=CPU)
+    ids = torch.tensor([1, 3])
+    wanted, _ = table.request(ids)
+    table.fill(iter([(0, 2, torch.ones(len(wanted), 2))]))
+    assert embed(ids).tolist() == [[1.0, 1.0]] * 2
+    monkeypatch.setattr(rows, "is_capturing", lambda: True)
+    with pytest.raises(RowsError, match=r"tie t on rank 0: .* while a CUDA graph is captured"):
+        embed(ids)

@@ -4,7 +4,7 @@
 `CheckedStreams` in the tests, which fails where a wait is missing.
 """
 
-from piper_owner.streams.accelerator import AcceleratorStreams, is_capturing
+from piper_owner.streams.accelerator import AcceleratorStreams, is_capturing, refuse_capture
 from piper_owner.streams.base import Event, Stream, Streams
 from piper_owner.streams.checked import CheckedStreams, StreamOrderError
 from piper_owner.streams.choice import checked_streams, streams_of
@@ -18,5 +18,6 @@ __all__ = [
     "Streams",
     "checked_streams",
     "is_capturing",
+    "refuse_capture",
     "streams_of",
 ]

@@ -11,10 +11,10 @@ from typing import Final
 
 import torch
 
-from piper_owner.errors import ExchangeError
+from piper_owner.errors import ConfigError, ExchangeError
 from piper_owner.streams.base import Event, Stream, Streams
 
-__all__ = ["AcceleratorStreams", "is_capturing"]
+__all__ = ["AcceleratorStreams", "is_capturing", "refuse_capture"]
 
 _SHORTEST_NAP: Final = 20e-6
 _LONGEST_NAP: Final = 1e-3
@@ -95,6 +95,16 @@ class AcceleratorStreams(Streams):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def refuse_capture(rank: int) -> None:
+    """Raise ConfigError, naming `rank`, while a CUDA graph is captured here. Local."""
+    if is_capturing():
+        raise ConfigError(
+            f"rank {rank}: a step, or a part of it that exchanges gradients, was called while a CUDA graph "
+            "is captured. It talks to other ranks, which a replay of the graph would not: capture forward "
+            "and backward, as torch.cuda.make_graphed_callables does, and step outside the graph"
+        )
 
 
 def is_capturing() -> bool:

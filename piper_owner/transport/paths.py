@@ -18,7 +18,7 @@ import torch.distributed as dist
 from piper_owner.transport.base import Fabric
 from piper_owner.transport.messages import DirectLine, Line
 
-__all__ = ["Path", "Place", "open_lines", "path_between", "place_of"]
+__all__ = ["LineOpener", "Path", "Place", "path_between", "place_of"]
 
 
 class Path(enum.Enum):
@@ -80,29 +80,45 @@ def path_between(one: Place, two: Place) -> Path:
     return Path.STAGED
 
 
-def open_lines(
-    fabric: Fabric,
-    pairs: Sequence[tuple[int, int]],
-    purpose: str,
-    *,
-    chunk_bytes: int,
-    places: Sequence[Place] = (),
-    device: torch.device | None = None,
-) -> dict[int, Line]:
-    """By peer, this rank's line to each rank of `pairs`, (lower, higher), that it is in. Collective.
+class LineOpener:
+    """Opens this rank's lines: `describe`, then `learn` what every rank has described, then `open`.
 
-    places: of all ranks (none: no line has a direct one beside it); `device` is this rank's.
-    Every rank opens its lines in the order of `pairs`, with their communicators, which are not made when
-    they are first used: so nobody waits in a circle.
+    Without the first two no line has a direct one beside it.
     """
-    lines = {}
-    for low, high in pairs:
-        if fabric.rank in (low, high):
-            peer = high if fabric.rank == low else low
-            channel = fabric.channel(peer, purpose)
-            direct = None
-            if device is not None and places and path_between(places[low], places[high]) is Path.NCCL:
-                there = fabric.over_devices(device)
-                direct = DirectLine(there.channel(peer, f"{purpose} payload"), device)
-            lines[peer] = Line(channel, chunk_bytes=chunk_bytes, direct=direct)
-    return lines
+
+    def __init__(self, fabric: Fabric, *, chunk_bytes: int) -> None:
+        self.fabric, self.chunk_bytes = fabric, chunk_bytes
+        self._places: list[Place] = []
+        self._device: torch.device | None = None
+
+    def describe(self, stages: Iterable[torch.nn.Module]) -> dict[str, Any]:
+        """What the other ranks need to know of where the parameters of `stages` lie. Local."""
+        place, self._device = place_of(p.device for stage in stages for p in stage.parameters())
+        return place.to_json()
+
+    def learn(self, places: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what every rank has described, by rank. Local."""
+        self._places = [Place.from_json(place) for place in places]
+
+    def open(self, pairs: Sequence[tuple[int, int]], purpose: str) -> dict[int, Line]:
+        """By peer, this rank's line to each rank of `pairs`, (lower, higher), that it is in. Collective.
+
+        Every rank opens its lines in the order of `pairs`, with their communicators, which are not made
+        when they are first used: so nobody waits in a circle.
+        """
+        lines = {}
+        for low, high in pairs:
+            if self.fabric.rank in (low, high):
+                peer = high if self.fabric.rank == low else low
+                channel = self.fabric.channel(peer, purpose)
+                direct = self._direct(low, high, peer, purpose)
+                lines[peer] = Line(channel, chunk_bytes=self.chunk_bytes, direct=direct)
+        return lines
+
+    def _direct(self, low: int, high: int, peer: int, purpose: str) -> DirectLine | None:
+        if self._device is None or not self._places:
+            return None
+        if path_between(self._places[low], self._places[high]) is not Path.NCCL:
+            return None
+        there = self.fabric.over_devices(self._device)
+        return DirectLine(there.channel(peer, f"{purpose} payload"), self._device)
