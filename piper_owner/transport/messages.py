@@ -189,10 +189,10 @@ class Line:
         chosen = [sent for sent in self._pending if only is None or sent.is_of(only)]
         self._pending = [sent for sent in self._pending if only is not None and not sent.is_of(only)]
         for work in chosen:
-            work.wait()
+            work.wait(self)
 
     def wait(self, work: Work) -> None:
-        """Wait for a receive; where it fails because a send has failed, raise the error of that."""
+        """Wait for a post; where it fails because a send has failed before, raise the error of that."""
         try:
             work.wait()
         except ExchangeError as error:
@@ -317,9 +317,9 @@ class _Tracked:
         """Whether it has the phase and subject of `other`."""
         return (self._header.phase, self._header.subject) == (other.phase, other.subject)
 
-    def wait(self) -> None:
+    def wait(self, line: Line) -> None:
         with _Context(self._where):
-            self._work.wait()
+            line.wait(self._work)
 
 
 class Outgoing:
