@@ -62,7 +62,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A connected local Ray with four logical CPUs, started once; tests use it as a user's own."""
+    """A connected local Ray with four logical CPUs and two logical GPUs, started once; tests use it as a
+    user's own. Ray only counts GPUs: they need not be there until somebody uses one."""
     import logging
 
     import ray
@@ -70,6 +71,7 @@ def ray_cluster() -> Iterator[None]:
     ray.init(
         address="local",
         num_cpus=4,
+        num_gpus=2,
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,

@@ -98,13 +98,13 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         *("--seed", "4", "--check-every", "6", "--chunk-bytes", "1000", "--timeout", "7.5"),
         *("--text", "some/text", "--json", "out.json", "--address", "h:1", "--compare", "naive, reference"),
         *("--checkpoint", str(tmp_path), "--every", "3", "--resume", "--max-restarts", "2"),
-        *("--snapshot", "6"),
+        *("--snapshot", "6", "--device", "cuda", "--gpus-per-rank", "0.5"),
     )
     config = TrainConfig(
         stages=6, devices=2, placement="v", schedule="gpipe", microbatches=5, microbatch_size=3,
         sequence_length=7, layers=8, hidden=24, heads=3, vocab=300, owner=0, optimizer="sgd", lr=0.5,
         clip=2.0, dtype="float64", steps=9, seed=4, check_every=6, chunk_bytes=1000, timeout_seconds=7.5,
-        layout="dense", dp=3, scope="global", model="models:build",
+        layout="dense", dp=3, scope="global", model="models:build", device="cuda", gpus_per_rank=0.5,
     )  # fmt: skip
     default = TrainConfig()
     same = [f.name for f in fields(config) if getattr(config, f.name) == getattr(default, f.name)]
@@ -222,6 +222,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--address", "nonsense"], "--address nonsense: give the HOST:PORT"),
         (["--steps", "0"], "--steps 0: at least 1"),
         (["--lr", "nan"], "--lr nan"),
+        (["--gpus-per-rank", "0"], "--gpus-per-rank 0: a rank uses one GPU or a part of it"),
+        (["--device", "cuda", "--gpus-per-rank", "1.5"], "more than 0 and at most 1"),
     ],
 )
 def test_bad_input_is_found_before_anything_starts(
@@ -238,6 +240,28 @@ def test_bad_input_is_found_before_anything_starts(
     assert captured.err.startswith("piper-owner: error: ")
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "4 ranks need 4 GPUs (one for each rank), and this machine has no GPU; use --device cpu"),
+        (("--gpus-per-rank", "0.5"), "4 ranks need 2 GPUs (0.5 for each rank)"),
+        (("--stages", "1"), "1 rank needs 1 GPU (one for each rank)"),
+    ],
+)
+def test_gpus_that_are_not_there_are_found_before_anything_starts(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "piper_owner.runtime.driver", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["train", "--device", "cuda", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("piper-owner: error: --device cuda: ")
+    assert message in " ".join(errors.split())
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_a_gradient_that_shares_memory_is_not_written(owner: int) -> None:
     class Sharing(RankExecutor):
         def _run(
             self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]
-        ) -> float:
+        ) -> tuple[Tensor, ...]:
             if not isinstance(action, Sync) or action.kind is not SyncKind.OWNER_STEP:
                 return super()._run(action, inputs, labels)
             # torch's split weight-backward may give two parameters one gradient tensor.
@@ -178,7 +178,7 @@ def test_a_gradient_that_shares_memory_is_not_written(owner: int) -> None:
             before = shared.clone()
             super()._run(action, inputs, labels)
             assert torch.equal(shared, before)
-            return 0.0
+            return ()
 
     pipeline = Pipeline(
         build=lambda stage: Term(names[stage], stage, (2.0, 3.0)[stage], shape=(200,), value=0.0),
@@ -513,7 +513,7 @@ def test_case_46_a_late_replica(late_rank: int, clip: float | None) -> None:
     class Late(RankExecutor):
         def _run(
             self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]
-        ) -> float:
+        ) -> tuple[Tensor, ...]:
             if isinstance(action, Sync) and self.rank == late_rank and self.step == 1:
                 time.sleep(0.2)  # the fault itself
             return super()._run(action, inputs, labels)
@@ -591,7 +591,9 @@ class Watching(RankExecutor):
         self.sent_grads: list[weakref.ref[Tensor]] = []
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
-    def _run(self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]) -> float:
+    def _run(
+        self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         before = self._versions()
         if isinstance(action, Sync) and action.kind is SyncKind.SEND_GRAD:
             grad = self.exchange.tied[action.bucket].parameter.grad

@@ -16,10 +16,12 @@ from ray_jobs import SMALL, job, wait_until
 
 from piper_owner.errors import ConfigError, ResourceError
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.devices import check_gpus
 from piper_owner.ownership import LayoutChoice
 from piper_owner.runtime import environment
+from piper_owner.runtime.actor import visible_index
 from piper_owner.runtime.address import check_address
-from piper_owner.runtime.cluster import Cluster, count_cpus
+from piper_owner.runtime.cluster import Cluster, count_cpus, count_gpus
 from piper_owner.runtime.driver import train
 from piper_owner.runtime.progress import StepProgress
 from piper_owner.runtime.signals import undisturbed
@@ -107,6 +109,63 @@ def test_too_few_cpus_are_a_resource_error_and_nothing_stays_reserved() -> None:
     with pytest.raises(ResourceError, match=r"asked the Ray cluster for 5 CPUs.* it has 4, and 4 are free"):
         train(replace(CONFIG, stages=5, devices=5, timeout_seconds=1.0), TOKENS, text="numbers")
     assert wait_until(lambda: count_cpus()[1] == 4, 10)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("num", "share", "each"), [(2, 1.0, 1), (4, 0.5, 2)])
+def test_each_rank_gets_its_share_of_a_gpu(num: int, share: float, each: int) -> None:
+    import ray
+
+    class Probe:  # in here, so that it travels whole
+        def shown(self) -> tuple[str | None, tuple[str, ...]]:
+            return os.environ.get("CUDA_VISIBLE_DEVICES"), tuple(map(str, ray.get_gpu_ids()))
+
+    with Cluster(num, timeout=timedelta(seconds=60), gpus=share) as cluster:
+        probes = [cluster.start(Probe, index) for index in range(num)]
+        shown: list[tuple[str | None, tuple[str, ...]]] = ray.get(
+            [probe.shown.remote() for probe in probes], timeout=60
+        )
+    assert sorted(ids for _, ids in shown) == sorted([("0",), ("1",)] * each)
+    assert all(visible == ids[0] and visible_index(ids, visible) == 0 for visible, ids in shown)
+    assert wait_until(lambda: count_gpus()[1] == 2, 10)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_too_few_gpus_are_an_error_before_anything_is_reserved() -> None:
+    config = replace(CONFIG, device="cuda", steps=1)
+    with pytest.raises(ConfigError, match=r"4 ranks need 4 GPUs \(one .*\), and the Ray cluster has 2 GPUs"):
+        train(config, TOKENS, text="numbers")
+    assert wait_until(lambda: count_cpus()[1] == 4, 10)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share", "needed"),
+    [(1, 1.0, 1), (8, 1.0, 8), (4, 0.5, 2), (5, 0.5, 3), (3, 0.4, 2), (4, 0.6, 4), (10, 0.1, 1), (4, 0.0, 0)],
+)
+def test_ranks_share_gpus_whole(ranks: int, share: float, needed: int) -> None:
+    check_gpus(ranks, share, available=needed, where="it")
+    if needed:
+        with pytest.raises(ConfigError, match=f"needs? {needed} GPU"):
+            check_gpus(ranks, share, available=needed - 1, where="it")
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "index"),
+    [
+        (("3",), "3", 0),
+        (("3",), "2, 3", 1),
+        (("3",), None, 3),
+        (("3",), "", 3),
+        (("GPU-ab",), "GPU-cd,GPU-ab", 1),
+        (("GPU-ab",), None, 0),
+        (("5",), "GPU-cd", 0),
+        ((), "0", 0),
+    ],
+)
+def test_the_gpu_of_an_actor_by_the_number_that_torch_gives_it(
+    given: tuple[str, ...], visible: str | None, index: int
+) -> None:
+    assert visible_index(given, visible) == index
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -17,6 +17,7 @@ from piper_owner.cli.trace_options import PictureOptions, add_pictures, read_pic
 from piper_owner.cli.verify_options import add_verify
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import (
+    DEVICES,
     DTYPES,
     LAYOUTS,
     LEARNING_RATES,
@@ -326,6 +327,20 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="a running Ray cluster to join, or auto for the one on this machine (default: start a local "
         "Ray, and end it afterwards)",
+    )
+    _choose(
+        group,
+        "device",
+        DEVICES,
+        "where stages run: cuda gives each rank a GPU, of those that CUDA_VISIBLE_DEVICES shows",
+    )
+    group.add_argument(
+        "--gpus-per-rank",
+        type=float,
+        default=_DEFAULTS["gpus_per_rank"],
+        metavar="SHARE",
+        help="with --device cuda, the share of a GPU that a rank gets; 0.5 puts two ranks on each "
+        "(default: %(default)g)",
     )
     group.add_argument(
         "--timeout",

@@ -26,6 +26,7 @@ from piper_owner.data.text import read_text
 from piper_owner.data.vocabulary import encode
 from piper_owner.errors import ConfigError, RunError
 from piper_owner.executor.config import RunKind
+from piper_owner.executor.devices import check_local_gpus
 from piper_owner.executor.plan import plan_run, resolve_run
 from piper_owner.executor.recording import Recording, trace_of_run
 from piper_owner.executor.results import TrainResult
@@ -58,6 +59,8 @@ def run(options: TrainOptions) -> int:
             f"--stages {asked.stages}: {asked.model} has {options.config.stages} regions, and so "
             f"{options.config.stages} stages; leave --stages out, or change the regions"
         )
+    if options.address is None:
+        check_local_gpus(options.config.num_ranks, options.config.gpu_share)
     for kind in (RunKind.OWNER, *options.compare):
         if kind is not RunKind.REFERENCE:
             plan_run(options.config, kind, source)

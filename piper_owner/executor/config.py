@@ -11,6 +11,7 @@ from piper_owner.errors import ConfigError
 from piper_owner.ownership import LayoutChoice, OwnerChoice, Scope
 
 __all__ = [
+    "DEVICES",
     "DTYPES",
     "LAYOUTS",
     "LEARNING_RATES",
@@ -30,6 +31,7 @@ OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
 LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
 _LONGEST_TIMEOUT: Final = 30 * 86_400.0
 DTYPES: Final = ("float32", "float64", "bfloat16")
+DEVICES: Final = ("cpu", "cuda")
 
 
 class RunKind(enum.Enum):
@@ -54,6 +56,8 @@ class TrainConfig:
     devices, dp, schedule and microbatches.
     Every `check_every` steps (0: never) the ranks prove that all replicas are their owner's value.
     `timeout_seconds` bounds every wait of one rank for another.
+    `device` is where stages and their optimizers run; with "cuda" each rank gets `gpus_per_rank` of a GPU,
+    and ranks share one where that is less than 1.
 
     Raises ConfigError for a value that cannot work, naming the command's option.
     """
@@ -82,6 +86,8 @@ class TrainConfig:
     check_every: int = 0
     chunk_bytes: int = 4 * 2**20
     timeout_seconds: float = 120.0
+    device: str = "cpu"
+    gpus_per_rank: float = 1.0
     model: str = "gpt"
     program: Program | None = None
 
@@ -109,6 +115,11 @@ class TrainConfig:
     def num_ranks(self) -> int:
         """Workers of all pipelines: rank r of pipeline p is worker `p * devices + r`."""
         return self.devices * self.dp
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of a GPU that a rank takes; 0 on CPUs."""
+        return 0.0 if self.device == "cpu" else self.gpus_per_rank
 
     @property
     def all_microbatches(self) -> int:
@@ -145,6 +156,7 @@ def _check(config: TrainConfig) -> None:
         ("scope", SCOPES),
         ("optimizer", OPTIMIZERS),
         ("dtype", DTYPES),
+        ("device", DEVICES),
     ):
         value = getattr(config, name)
         if value not in known:
@@ -180,3 +192,12 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"--check-every {config.check_every}: a number of steps, or 0 for never, is needed")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed {config.seed}: a whole number from 0 to 2**63 - 1 is needed")
+    _check_gpus(config)
+
+
+def _check_gpus(config: TrainConfig) -> None:
+    if not 0 < config.gpus_per_rank <= 1:
+        raise ConfigError(
+            f"--gpus-per-rank {config.gpus_per_rank:g}: a rank uses one GPU or a part of it; give more than "
+            "0 and at most 1"
+        )

@@ -21,11 +21,14 @@ class Mailbox:
 
     What crosses from one stage to another is a bundle: the outputs of the one that the other takes,
     ascending, or their gradients. A bundle between ranks is one message for each of them. Stages on
-    one rank hand bundles over here without a message.
+    one rank hand bundles over here without a message. What arrives is put on `device` (None: the CPU).
     """
 
-    def __init__(self, lines: Mapping[int, Line], ports: Sequence[StagePorts]) -> None:
+    def __init__(
+        self, lines: Mapping[int, Line], ports: Sequence[StagePorts], device: torch.device | None = None
+    ) -> None:
         self.lines = dict(lines)
+        self._device = torch.device("cpu") if device is None else device
         self._ports = ports
         self._crossing = crossing_values(ports)
         self._leaving: list[list[int]] = [[] for _ in ports]
@@ -106,11 +109,12 @@ class Mailbox:
             header = Header(
                 phase=phase, subject=subject, step=step, dtype=dtype, shape=shape, microbatch=node.microbatch
             )
-            line.send(header, None if tensor is None else tensor.contiguous())
+            # The line carries host memory; a tensor that is there is sent as it is.
+            line.send(header, None if tensor is None else tensor.to("cpu").contiguous())
 
     def _receive(self, phase: Phase, node: Transfer, count: int, step: int) -> list[Tensor | None]:
         line = self.lines[node.peer]
-        received = []
+        received: list[Tensor | None] = []
         for place in range(count):
             expected = Header(
                 phase=phase,
@@ -120,7 +124,8 @@ class Mailbox:
                 shape=(),
                 microbatch=node.microbatch,
             )
-            received.append(line.receive(expected, any_tensor=True).tensor())
+            tensor = line.receive(expected, any_tensor=True).tensor()
+            received.append(None if tensor is None else tensor.to(self._device))
         return received
 
     def flush(self) -> None:

@@ -72,6 +72,7 @@ class RankExecutor:
     With several pipelines in `dag`, `fabric` has the ranks of this one, and `side` this same rank of all of
     them, by number. Each of them is given other batches, and their gradients are averaged; all start from
     the values of the first one. Under `scope="global"` of the plan, the first one owns for all.
+    `device` is where the stages are and the batch goes (None: the CPU).
 
     `observer`, None at first, may be set between steps: each action then runs in its `around`.
 
@@ -94,8 +95,10 @@ class RankExecutor:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clip: float | None = None,
         copies: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.dag, self.plan, self.rank, self.clip = dag, plan, rank, clip
+        self._device = torch.device("cpu") if device is None else device
         self.step = 0
         self.observer: StepObserver | None = None
         self._fabric = fabric
@@ -125,7 +128,7 @@ class RankExecutor:
             self.buckets = local_buckets(dag, plan, rank, stages, optimizer, steps_ties=not self._follows)
             tied_pairs, row_pairs = ((), ()) if copies else (plan.pairs, plan.row_pairs)
             lines = _open_lines(dag, tied_pairs, row_pairs, fabric, chunk_bytes)
-            self.mailbox = Mailbox(lines["pipeline"], self.ports)
+            self.mailbox = Mailbox(lines["pipeline"], self.ports, self._device)
             tied = {tie.name: self._part_of(tie, united[tie.name], stages) for tie in ties}
             self.exchange = Exchange(rank, tied, lines["tied"], side=across, row_lines=lines["rows"])
             self._open_groups()
@@ -161,8 +164,8 @@ class RankExecutor:
     def train_step(self, inputs: Sequence[Tensors], labels: Sequence[Tensor]) -> float:
         """One optimizer step over `len(inputs)` microbatches; this rank's share of the loss.
 
-        Every rank gets the same batch: of each microbatch the input of the model, or the tuple of its
-        inputs, which the stages read as the ports say, and the labels, which the last one reads. The
+        Every rank gets the same batch, on the CPU: of each microbatch the input of the model, or the tuple of
+        its inputs, which the stages read as the ports say, and the labels, which the last one reads. The
         shares of all ranks add up to the loss of the batch. When it returns, every replica on this rank
         has its new weights.
         """
@@ -172,16 +175,19 @@ class RankExecutor:
             self.exchange.fetching.want(self._ids(batch, self.stages))
             if self.plan.scope is Scope.PIPELINE:  # else when a DP_REDUCE comes
                 self.exchange.reduce_grads(tuple(self.exchange.tied), self.step)
-        loss = 0.0
+        losses: list[Tensor] = []
         run = self._run if self.observer is None else partial(self._observed, self.observer)
         for action in self.dag.programs[self.rank]:
             with self._reporting(f"{action!r} of step {self.step}"):
-                loss += run(action, batch, labels)
+                losses.extend(run(action, batch, labels))
         with self._reporting(f"the end of step {self.step}"):
             self.mailbox.flush()
             self.exchange.fetching.end_step((), self.step)
         self._tied_sent += self.exchange.take_bytes_sent()
         self.step += 1
+        loss = 0.0
+        for share in losses:  # read only now: on a GPU, that waits for all that was started there
+            loss += float(share)
         return loss
 
     def _check_batch(self, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]) -> None:
@@ -208,7 +214,10 @@ class RankExecutor:
         read = sorted({index for stage in stages for index in self.ports[stage].ids})
         return [given[index] for given in inputs for index in read]
 
-    def _run(self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]) -> float:
+    def _run(
+        self, action: Action, inputs: Sequence[tuple[Tensor, ...]], labels: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run `action`; the loss that it has computed, if it has."""
         match action:
             case Compute(kind=ComputeKind.FORWARD, stage=stage, microbatch=microbatch):
                 return self._forward(stage, microbatch, inputs[microbatch], labels[microbatch])
@@ -233,7 +242,7 @@ class RankExecutor:
                 self._across(action)
             case _:
                 assert_never(action)
-        return 0.0
+        return ()
 
     def _observed(
         self,
@@ -241,7 +250,7 @@ class RankExecutor:
         action: Action,
         inputs: Sequence[tuple[Tensor, ...]],
         labels: Sequence[Tensor],
-    ) -> float:
+    ) -> tuple[Tensor, ...]:
         with observer.around(action, self.step):
             return self._run(action, inputs, labels)
 
@@ -254,14 +263,17 @@ class RankExecutor:
     def _note_grads(self, bucket: str) -> None:
         self.peak_grad_bytes[bucket] = max(self.peak_grad_bytes[bucket], self.buckets[bucket].grad_bytes)
 
-    def _forward(self, stage: int, microbatch: int, given: tuple[Tensor, ...], labels: Tensor) -> float:
+    def _forward(
+        self, stage: int, microbatch: int, given: tuple[Tensor, ...], labels: Tensor
+    ) -> tuple[Tensor, ...]:
         is_last = stage == self.dag.num_stages - 1
-        entering = self.mailbox.take_inputs(stage, microbatch, given)
-        outputs = self.stages[stage].forward(microbatch, entering, labels if is_last else None)
+        entering = [value.to(self._device) for value in self.mailbox.take_inputs(stage, microbatch, given)]
+        wanted = labels.to(self._device) if is_last else None
+        outputs = self.stages[stage].forward(microbatch, entering, wanted)
         if is_last:
-            return float(outputs[0])
+            return outputs
         self.mailbox.put_outputs(stage, microbatch, outputs)
-        return 0.0
+        return ()
 
     def _backward(self, action: Compute) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -315,7 +327,10 @@ class RankExecutor:
             if copy.grad is not None:
                 total += copy.grad
         if len(ranks) > 1:
-            self._groups[ranks].all_reduce(flat)
+            host = flat.to("cpu")
+            self._groups[ranks].all_reduce(host)
+            flat = host.to(like.device)
+            total = flat[:-1].view_as(like)
             # What a ring sends of it on each of its ranks.
             grads = 2 * (len(ranks) - 1) * total.nbytes // len(ranks)
             self._tied_sent += BytesSent(grads=grads, other=behind.nbytes)
@@ -332,7 +347,8 @@ class RankExecutor:
         squares = torch.zeros(2, dtype=torch.float64, device="cpu")
         for parameter, is_tied in self._counted():
             if parameter.grad is not None:
-                squares[int(is_tied)] += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                squares[int(is_tied)] += norm.to("cpu") ** 2
         is_global = self._beside is not None and self.plan.scope is Scope.GLOBAL
         squares = squares if is_global else squares.sum(0, keepdim=True)
         if len(ranks) > 1:

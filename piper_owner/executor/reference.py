@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from piper_owner.data.batches import Batch
 from piper_owner.executor.config import TrainConfig
+from piper_owner.executor.devices import finish_work, rank_device
 from piper_owner.executor.optimizers import optimizer_factory
 from piper_owner.executor.session import RankReport, StepReport
 from piper_owner.executor.source import GPTSource, ModelSource, SplitModel
@@ -20,12 +21,18 @@ __all__ = ["ReferenceSession"]
 
 
 class ReferenceSession:
-    """Trains the run's model, microbatch by microbatch, with one optimizer over one copy of it."""
+    """Trains the run's model, microbatch by microbatch, with one optimizer over one copy of it.
 
-    def __init__(self, config: TrainConfig, source: ModelSource | None = None) -> None:
+    `device` is where it does so; None: the first one of the config's kind.
+    """
+
+    def __init__(
+        self, config: TrainConfig, source: ModelSource | None = None, *, device: torch.device | None = None
+    ) -> None:
         source = GPTSource() if source is None else source
         self._config = config = source.resolve(config)
-        self._model = source.build_model(config)
+        self._device = rank_device(config) if device is None else device
+        self._model = source.build_model(config).to(self._device)
         self._optimizer = optimizer_factory(config.optimizer, config.learning_rate)(
             list(self._model.parameters())
         )
@@ -36,7 +43,8 @@ class ReferenceSession:
         """One optimizer step over the batch."""
         start = time.perf_counter()
         loss = 0.0
-        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+        ids = torch.from_numpy(batch.ids).to(self._device)
+        labels = torch.from_numpy(batch.labels).to(self._device)
         for microbatch in range(len(ids)):
             share = lm_loss(self._model(ids[microbatch]), labels[microbatch], num_tokens=batch.num_tokens)
             torch.autograd.backward(share)
@@ -47,6 +55,7 @@ class ReferenceSession:
         self._tied_grads = max(self._tied_grads, grads)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        finish_work(self._device)
         return StepReport(loss=loss, seconds=time.perf_counter() - start, bytes_sent=BytesSent())
 
     def report(self) -> RankReport:
@@ -59,8 +68,9 @@ class ReferenceSession:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter by name, copied; the tied one under both of its names."""
-        return {n: p.detach().clone() for n, p in self._model.named_parameters(remove_duplicate=False)}
+        """Every parameter by name, copied to the CPU; the tied one under both of its names."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in named}
 
     def close(self) -> None:
         """Nothing to close."""

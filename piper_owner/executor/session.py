@@ -11,6 +11,7 @@ from torch import Tensor
 from piper_owner.data.batches import Batch
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import RunKind, TrainConfig
+from piper_owner.executor.devices import finish_work, rank_device
 from piper_owner.executor.keeping import Keeper
 from piper_owner.executor.metering import MemoryMeter, StepMemory
 from piper_owner.executor.optimizers import optimizer_factory
@@ -56,7 +57,8 @@ class RankReport:
 class RankSession:
     """One rank of `run`, which is not the reference, among those of all pipelines.
 
-    Every method but `report`, `weights` and `abandon` is collective.
+    Every method but `report`, `weights` and `abandon` is collective. `device` is where its stages run; None:
+    the first one of the config's kind.
 
     Raises ConfigError when the ranks have not planned the same run.
     """
@@ -68,6 +70,8 @@ class RankSession:
         fabric: Fabric,
         source: ModelSource | None = None,
         shelf: Shelf | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         source = GPTSource() if source is None else source
         plan = plan_run(config, run, source)
@@ -87,7 +91,9 @@ class RankSession:
         self._meter: MemoryMeter | None = None
         self._num_tokens = config.tokens_per_step
         self._check_every = config.check_every if run is RunKind.OWNER else 0  # other copies may differ
-        self._modules = source.build_stages(config, plan.dag.stages_of(pipeline.rank))
+        self._device = rank_device(config) if device is None else device
+        stages = plan.dag.stages_of(pipeline.rank)
+        self._modules = source.build_stages(config, stages, device=str(self._device))
         self._executor = RankExecutor(
             plan.dag,
             plan.ownership,
@@ -101,6 +107,7 @@ class RankSession:
             chunk_bytes=config.chunk_bytes,
             clip=config.clip,
             copies=run is not RunKind.OWNER,
+            device=self._device,
         )
         self.keeper = Keeper(self._executor, tuple(self._modules.values()), plan.ownership, fabric)
         """Saves and loads this run, which is to be that of the owner."""
@@ -131,6 +138,7 @@ class RankSession:
         mine = slice(self._first, self._first + self._config.microbatches)
         ids, labels = torch.from_numpy(batch.ids[mine]), torch.from_numpy(batch.labels[mine])
         loss = self._executor.train_step(ids.unbind(0), labels.unbind(0))
+        finish_work(self._device)
         seconds = time.perf_counter() - start
         sent = self._executor.take_tied_bytes_sent()
         self.keeper.note(loss / self._config.dp)

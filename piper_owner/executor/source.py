@@ -56,11 +56,16 @@ class ModelSource(abc.ABC):
 
     @abc.abstractmethod
     def split(self, config: TrainConfig, *, device: str) -> SplitModel:
-        """All stages, with their starting values on the CPU, or with none on the "meta" device."""
+        """All stages, with their starting values on `device`, or with none on the "meta" device."""
 
-    def build_stages(self, config: TrainConfig, stages: tuple[int, ...]) -> dict[int, nn.Module]:
-        """The modules of `stages`, with their starting values, on the CPU."""
-        split = self.split(config, device="cpu")
+    def build_stages(
+        self, config: TrainConfig, stages: tuple[int, ...], *, device: str = "cpu"
+    ) -> dict[int, nn.Module]:
+        """The modules of `stages`, with their starting values, on `device`.
+
+        The values are the same on every device: they are drawn on the CPU.
+        """
+        split = self.split(config, device=device)
         return {stage: split.stages[stage] for stage in stages}
 
     @abc.abstractmethod
@@ -88,9 +93,11 @@ class GPTSource(ModelSource):
             tags=tuple({TAG: stage} for stage in range(config.stages)),
         )
 
-    def build_stages(self, config: TrainConfig, stages: tuple[int, ...]) -> dict[int, nn.Module]:
+    def build_stages(
+        self, config: TrainConfig, stages: tuple[int, ...], *, device: str = "cpu"
+    ) -> dict[int, nn.Module]:
         """Only `stages` are built, not the whole model."""
-        return {stage: self._stage(config, stage, "cpu") for stage in stages}
+        return {stage: self._stage(config, stage, device) for stage in stages}
 
     def build_model(self, config: TrainConfig) -> nn.Module:
         """The only stage of a pipeline of one."""

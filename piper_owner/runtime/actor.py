@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -23,7 +25,19 @@ from piper_owner.runtime.cluster import LOOPBACK, node_address
 from piper_owner.runtime.failures import Whereabouts
 from piper_owner.transport.gloo import GlooFabric
 
-__all__ = ["Meeting", "RankHost"]
+__all__ = ["Meeting", "RankHost", "visible_index"]
+
+
+def visible_index(given: Sequence[str], visible: str | None) -> int:
+    """The number by which torch knows the first of the GPUs `given`, in Ray's words, in this process.
+
+    visible: CUDA_VISIBLE_DEVICES. Ray sets it to what it gave, unless it was told to leave it alone. Pure.
+    """
+    shown = [each.strip() for each in (visible or "").split(",") if each.strip()]
+    first = given[0] if given else "0"
+    if shown:
+        return shown.index(first) if first in shown else 0
+    return int(first) if first.isdecimal() else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +83,11 @@ class RankHost:
         # more threads than there are idle cores run many times slower.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.config.num_ranks))
         if run is RunKind.REFERENCE:
-            self._session = ReferenceSession(self.config, self._source)
+            self._session = ReferenceSession(self.config, self._source, device=self._device())
         else:
-            self._session = RankSession(self.config, run, self._fabric(prefix), self._source, self._shelf)
+            self._session = RankSession(
+                self.config, run, self._fabric(prefix), self._source, self._shelf, device=self._device()
+            )
         draw_from(self.config.seed, self.rank)  # building a model may draw, too
 
     def step(self, index: int) -> StepReport:
@@ -164,6 +180,13 @@ class RankHost:
         if self._session is None:
             raise RuntimeError(f"rank {self.rank} has no open run")
         return self._session
+
+    def _device(self) -> torch.device:
+        """The GPU that Ray gave this actor, or the CPU."""
+        if self.config.device == "cpu":
+            return torch.device("cpu")
+        given = [str(each) for each in ray.get_gpu_ids()]
+        return torch.device(self.config.device, visible_index(given, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     def _fabric(self, prefix: str) -> GlooFabric:
         timeout = timedelta(seconds=self.config.timeout_seconds)

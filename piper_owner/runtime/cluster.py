@@ -1,4 +1,4 @@
-"""A Ray cluster for one command: connect or start, reserve one CPU per device, leave nothing behind."""
+"""A Ray cluster for one command: connect or start, reserve a place per rank, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piper_owner.errors import ConfigError, ResourceError, RunError
+from piper_owner.executor.devices import check_gpus, check_local_gpus
 from piper_owner.runtime.address import check_address
 from piper_owner.runtime.signals import undisturbed
 
-__all__ = ["LOOPBACK", "Cluster", "count_cpus", "node_address"]
+__all__ = ["LOOPBACK", "Cluster", "count_cpus", "count_gpus", "node_address"]
 
 LOOPBACK: Final = "127.0.0.1"
 # The path of a Unix socket has at most 103 bytes, and Ray and we add about 85 to the folder.
@@ -33,26 +34,31 @@ _REMOVAL: Final = timedelta(seconds=3)
 
 
 class Cluster:
-    """One reserved CPU for each of `devices` actors.
+    """One reserved CPU for each of `devices` actors, and `gpus` GPUs, 1 or a part of one.
 
     Uses the Ray that this process is connected to, else connects to `address` ("HOST:PORT" or
     "auto"), else starts a local Ray with as many logical CPUs as devices. `close` (or leaving the
     `with` block) ends our actors and gives the reservation back; it ends Ray itself only if it was
     started here, and the connection only if it was made here.
 
-    Raises ConfigError for an address where nobody listens, ResourceError when the reservation is
-    not made within `timeout`, and RunError when a local Ray does not start; nothing is left
-    running then.
+    Raises ConfigError for an address where nobody listens and for a cluster with too few GPUs,
+    ResourceError when the reservation is not made within `timeout`, and RunError when a local Ray
+    does not start; nothing is left running then.
     """
 
-    def __init__(self, devices: int, *, address: str | None = None, timeout: timedelta) -> None:
-        self.devices = devices
+    def __init__(
+        self, devices: int, *, address: str | None = None, timeout: timedelta, gpus: float = 0.0
+    ) -> None:
+        self.devices, self.gpus = devices, gpus
         self._actors: list[ActorHandle[Any]] = []
         self._group: PlacementGroup | None = None
         self._folder: str | None = None
         self._connected_here = False
         try:
+            if address is None and not ray.is_initialized():
+                check_local_gpus(devices, gpus)
             self._connect(address)
+            check_gpus(devices, gpus, available=int(count_gpus()[0]) if gpus else 0, where="the Ray cluster")
             self._reserve(timeout)
         except BaseException:
             self.close()
@@ -74,7 +80,9 @@ class Cluster:
             raise RuntimeError("the cluster is closed")
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         remote: Any = ray.remote(actor_class)  # Ray types it by the arguments of one given class
-        options = remote.options(num_cpus=1, max_restarts=0, scheduling_strategy=strategy)
+        # Ray shows an actor with a GPU that one alone, and leaves the rest of its environment as it is.
+        resources = {"num_gpus": self.gpus} if self.gpus else {}
+        options = remote.options(num_cpus=1, max_restarts=0, scheduling_strategy=strategy, **resources)
         actor: ActorHandle[Any] = options.remote(*args)
         self._actors.append(actor)
         return actor
@@ -141,17 +149,27 @@ class Cluster:
             raise RunError(f"a local Ray did not start: {error}") from error
 
     def _reserve(self, timeout: timedelta) -> None:
-        self._group = placement_group([{"CPU": 1}] * self.devices, strategy="PACK")
+        bundle = {"CPU": 1.0, **({"GPU": self.gpus} if self.gpus else {})}
+        self._group = placement_group([bundle] * self.devices, strategy="PACK")
         deadline = time.monotonic() + timeout.total_seconds()
         # In short waits, because Ray does not see an interrupt during one.
         while not self._group.wait(timeout_seconds=min(1.0, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
-                total, free = count_cpus()
-                raise ResourceError(
-                    f"asked the Ray cluster for {self.devices} CPUs, one per device, and did not get them "
-                    f"within {timeout.total_seconds():g} s: it has {total:g}, and {free:g} are free; use "
-                    "fewer --devices, wait until other jobs end, or leave --address out to start a local Ray"
-                )
+                raise self._unreserved(timeout)
+
+    def _unreserved(self, timeout: timedelta) -> ResourceError:
+        total, free = count_cpus()
+        has = f"it has {total:g}, and {free:g} are free"
+        wanted = f"{self.devices} CPUs, one per device,"
+        if self.gpus:
+            wanted += f" with {self.gpus:g} GPU{'s' * (self.gpus != 1)} each,"
+            total, free = count_gpus()
+            has += f", and {total:g} GPUs, of which {free:g} are free"
+        return ResourceError(
+            f"asked the Ray cluster for {wanted} and did not get them "
+            f"within {timeout.total_seconds():g} s: {has}; use "
+            "fewer --devices, wait until other jobs end, or leave --address out to start a local Ray"
+        )
 
     def _release(self) -> None:
         """End our actors and give the reservation back, or give up after a while."""
@@ -205,6 +223,15 @@ def node_address() -> str:
 
 def count_cpus() -> tuple[float, float]:
     """The cluster's logical CPUs: all, and the free ones."""
-    total: float = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
-    free: float = ray.available_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+    return _count("CPU")
+
+
+def count_gpus() -> tuple[float, float]:
+    """The cluster's GPUs: all, and the free ones."""
+    return _count("GPU")
+
+
+def _count(resource: str) -> tuple[float, float]:
+    total: float = ray.cluster_resources().get(resource, 0)  # type: ignore[no-untyped-call]
+    free: float = ray.available_resources().get(resource, 0)  # type: ignore[no-untyped-call]
     return total, free

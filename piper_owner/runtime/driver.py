@@ -68,7 +68,7 @@ def train(
     restarts = Restarts(max_restarts, on_restart)
     timeout = timedelta(seconds=config.timeout_seconds)
     # The driver hosts the store: it outlives every actor, and the port that it was given is free.
-    with Cluster(config.num_ranks, address=address, timeout=timeout) as cluster:
+    with Cluster(config.num_ranks, address=address, timeout=timeout, gpus=config.gpu_share) as cluster:
         store = open_store(cluster.host, timeout)
         crew = Crew(config, source, cluster, store, tokens, host_class)
         lead = partial(RunLeader, crew, restarts=restarts, on_step=on_step)
