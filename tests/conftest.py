@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from gpu_marker import add_option, skip_without_gpus
 
 from piper_owner.runtime import environment
 
@@ -26,6 +27,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", default=False, help="run the tests marked slow as well")
+    add_option(parser)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -37,11 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None:
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs an accelerator")
+    skip_without_gpus(item)
 
 
 @pytest.fixture(scope="session")
@@ -62,16 +60,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A connected local Ray with four logical CPUs and two logical GPUs, started once; tests use it as a
-    user's own. Ray only counts GPUs: they need not be there until somebody uses one."""
+    """A connected local Ray with four logical CPUs, started once; tests use it as a user's own.
+
+    It has the machine's GPUs, or two that are not there: Ray only counts them."""
     import logging
 
     import ray
+    import torch
 
     ray.init(
         address="local",
         num_cpus=4,
-        num_gpus=2,
+        num_gpus=torch.cuda.device_count() or 2,
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,

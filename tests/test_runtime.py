@@ -116,6 +116,9 @@ def test_too_few_cpus_are_a_resource_error_and_nothing_stays_reserved() -> None:
 def test_each_rank_gets_its_share_of_a_gpu(num: int, share: float, each: int) -> None:
     import ray
 
+    if count_gpus()[0] != 2:
+        pytest.skip("counts on the two GPUs that Ray is told of where there are none")
+
     class Probe:  # in here, so that it travels whole
         def shown(self) -> tuple[str | None, tuple[str, ...]]:
             return os.environ.get("CUDA_VISIBLE_DEVICES"), tuple(map(str, ray.get_gpu_ids()))
@@ -132,8 +135,10 @@ def test_each_rank_gets_its_share_of_a_gpu(num: int, share: float, each: int) ->
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_too_few_gpus_are_an_error_before_anything_is_reserved() -> None:
-    config = replace(CONFIG, device="cuda", steps=1)
-    with pytest.raises(ConfigError, match=r"4 ranks need 4 GPUs \(one .*\), and the Ray cluster has 2 GPUs"):
+    config = replace(CONFIG, device="cuda", steps=1, dp=8)
+    with pytest.raises(
+        ConfigError, match=r"32 ranks need 32 GPUs \(one .*\), and the Ray cluster has \d GPU"
+    ):
         train(config, TOKENS, text="numbers")
     assert wait_until(lambda: count_cpus()[1] == 4, 10)
 

@@ -184,18 +184,20 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"--lr {config.lr}: a positive, finite learning rate is needed")
     if config.clip is not None and not 0 < config.clip < float("inf"):
         raise ConfigError(f"--clip {config.clip}: a positive, finite norm is needed")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed {config.seed}: a whole number from 0 to 2**63 - 1 is needed")
+    _check_machine(config)
+
+
+def _check_machine(config: TrainConfig) -> None:
     if not 0 < config.timeout_seconds <= _LONGEST_TIMEOUT:
         raise ConfigError(
             f"--timeout {config.timeout_seconds}: a positive, finite number of seconds is needed"
         )
     if config.check_every < 0:
         raise ConfigError(f"--check-every {config.check_every}: a number of steps, or 0 for never, is needed")
-    if not 0 <= config.seed < 2**63:
-        raise ConfigError(f"--seed {config.seed}: a whole number from 0 to 2**63 - 1 is needed")
-    _check_gpus(config)
-
-
-def _check_gpus(config: TrainConfig) -> None:
+    if config.chunk_bytes < 1:
+        raise ConfigError(f"--chunk-bytes {config.chunk_bytes}: at least 1 is needed")
     if not 0 < config.gpus_per_rank <= 1:
         raise ConfigError(
             f"--gpus-per-rank {config.gpus_per_rank:g}: a rank uses one GPU or a part of it; give more than "

@@ -13,10 +13,10 @@ from piper_owner.gpu_check.ways import Outcome, Way, train_alone, train_way
 
 __all__ = ["LOSS_TOLERANCE", "UPDATE_TOLERANCE", "check_memory", "check_training"]
 
-LOSS_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 2e-3}
+LOSS_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-3}
 """The most by which a loss may differ from that of one process, relative to it."""
 
-UPDATE_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.1}
+UPDATE_TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 0.05}
 """The most by which the weights may, relative to how far they have moved: both as L2 norms."""
 
 _LIMIT: Final = 100.0
@@ -44,7 +44,7 @@ def _compare(way: Way, name: str, alone: Outcome, ranks: list[Outcome]) -> Check
         wrong.append(f"the updates differ by {update:.1e} of them, more than {UPDATE_TOLERANCE[name]:g}")
     if len(stepping) != 1:
         wrong.append(f"the ranks {stepping} have optimizer state of the tie, and one should")
-    if not losses[-1] < losses[0]:
+    if not losses[-1] < losses[0]:  # the same batch: the number of steps is odd
         wrong.append(f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
     figures: dict[str, Figure] = {
         "loss_difference": loss,
