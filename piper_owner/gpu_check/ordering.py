@@ -24,6 +24,8 @@ __all__ = ["check_order", "check_syncs", "step_without_syncs", "train_delayed"]
 _LIMIT: Final = 60.0
 _STEPS: Final = 4
 _LAYOUTS: Final[tuple[LayoutChoice, ...]] = ("dense", "rows")
+_ALLOWED: Final = {"dense": (0, 0), "rows": (1, 0)}
+"""How often the host may wait, by rank: once where rows are looked up, to see whether one was missing."""
 
 
 class _Pair:
@@ -160,16 +162,18 @@ def step_without_syncs(rank: Rank, layout: LayoutChoice) -> int:
 
 
 def check_syncs(crew: Crew) -> Iterator[CheckResult]:
-    """No host sync in a step without clipping."""
+    """No host sync in a step without clipping, but for one look of a rank with rows."""
     counts = {layout: crew.run(2, step_without_syncs, layout, limit=_LIMIT) for layout in _LAYOUTS}
     wrong = [
-        f"{layout}: the host waited {ranks} times, by rank" for layout, ranks in counts.items() if any(ranks)
+        f"{layout}: the host waited {ranks} times, by rank, and may {_ALLOWED[layout]}"
+        for layout, ranks in counts.items()
+        if any(count > most for count, most in zip(ranks, _ALLOWED[layout], strict=True))
     ]
     yield CheckResult(
         name="host syncs",
         status=Status.FAILED if wrong else Status.OK,
         reason="; ".join(wrong),
-        shown="none in a step without clipping, dense and rows",
+        shown=f"by rank, in a step without clipping: dense {counts['dense']}, rows {counts['rows']}",
         figures={
             f"{layout}_rank{rank}": count
             for layout, ranks in counts.items()
