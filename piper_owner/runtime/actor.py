@@ -186,7 +186,9 @@ class RankHost:
         if self.config.device == "cpu":
             return torch.device("cpu")
         given = [str(each) for each in ray.get_gpu_ids()]
-        return torch.device(self.config.device, visible_index(given, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        index = visible_index(given, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        torch.cuda.set_device(index)  # for what does not say where it runs
+        return torch.device(self.config.device, index)
 
     def _fabric(self, prefix: str) -> GlooFabric:
         timeout = timedelta(seconds=self.config.timeout_seconds)
