@@ -1,12 +1,12 @@
 # Sourced by the scripts beside it: makes the checkout's own environment in .venv, once, and
 # installs again only when pyproject.toml, the constraints or the interpreter changed.
 # Sets ROOT (the checkout) and puts the environment's commands first on PATH.
-# With TORCH_VERSION set it is an environment of its own, .venv-torch-VERSION, with that torch.
+# With torch_version set it is an environment of its own, .venv-torch-VERSION, with that torch.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
-TORCH_VERSION="${TORCH_VERSION:-}"
-VENV="$ROOT/.venv${TORCH_VERSION:+-torch-$TORCH_VERSION}"
+torch_version="${torch_version:-}"
+VENV="$ROOT/.venv${torch_version:+-torch-$torch_version}"
 
 _find_python() {
     local candidate
@@ -27,18 +27,18 @@ print(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 _stamp() {
     # The checkout's path counts: the editable install points at it.
     {
-        printf '%s\n%s\n%s\n' "$ROOT" "$1" "$TORCH_VERSION"
+        printf '%s\n%s\n%s\n' "$ROOT" "$1" "$torch_version"
         cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt"
     } | cksum
 }
 
 _constraints() {
     # Another torch has its own bounds on what it builds upon, so those pins go with torch's.
-    if [[ -z "$TORCH_VERSION" ]]; then
+    if [[ -z "$torch_version" ]]; then
         cat "$ROOT/scripts/constraints.txt"
     else
         grep -Ev '^(torch|setuptools|sympy|networkx)==' "$ROOT/scripts/constraints.txt"
-        printf 'torch==%s\n' "$TORCH_VERSION"
+        printf 'torch==%s\n' "$torch_version"
     fi
 }
 
