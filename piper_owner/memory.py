@@ -51,9 +51,9 @@ __all__ = [
 class MemoryUse:
     """Bytes of one rank, by kind.
 
-    weights: parameters, trained or not. gradients: theirs, a wide sum of a tie's included. masters: wide
-    copies that are stepped. optimizer: the other state of optimizers. rows: compact tables of replicas that
-    keep no copy. staging: what the tied sync holds beside them. other: buffers of modules.
+    weights: parameters, trained or not. gradients: theirs, also on their way to an owner, or as a wide sum.
+    masters: wide copies that are stepped. optimizer: the other state of optimizers. rows: compact tables of
+    replicas that keep no copy. staging: what the tied sync holds beside them. other: buffers of modules.
     """
 
     weights: int = 0
@@ -181,7 +181,7 @@ def kept_tensors(
     yield from (("gradients", grad) for grad in grads if grad is not None)
     yield from (("gradients", m.grad) for each in masters for m in each.tensors if m.grad is not None)
     for exchange in exchanges:
-        yield from (("staging", tensor) for tensor in _staged(exchange))
+        yield from _held(exchange)
     yield from (("other", buffer) for module in modules for buffer in module.buffers())
     yield from (("other", tensor) for tensor in other)
 
@@ -201,12 +201,13 @@ def _state_tensors(state: Mapping[Tensor, Any]) -> Iterator[tuple[str, Tensor]]:
             yield from ((kind, leaf) for leaf in tree_iter(value) if isinstance(leaf, Tensor))
 
 
-def _staged(exchange: Exchange) -> Iterator[Tensor]:
-    """What the sync holds: buffers, messages that are not delivered yet, ids and whose they are."""
+def _held(exchange: Exchange) -> Iterator[tuple[str, Tensor]]:
+    """What the sync holds: gradients on their way, buffers, other messages, ids and whose they are."""
     for line in (*exchange.lines.values(), *exchange.fetching.lines.values()):
-        yield from line.held
+        for kind, tensor in line.held:
+            yield "gradients" if kind == "grads" else "staging", tensor
     for tie in exchange.tied.values():
-        yield from _ids_of(tie)
+        yield from (("staging", ids) for ids in _ids_of(tie))
 
 
 def _ids_of(tie: TiedParameter) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, assert_never
 
-from piper_owner.cost import rows_per_chunk, table_capacity
+from piper_owner.cost import ID_BYTES, rows_per_chunk, table_capacity
 from piper_owner.dag.nodes import Action, Compute, ComputeKind
 from piper_owner.ownership import Layout, OwnershipPlan, TiePlan
 from piper_owner.planning.config import Method, Optimizer, PlanConfig, Transfer
@@ -99,10 +99,13 @@ def tie_memory(tie: TiePlan, rank: int, config: PlanConfig) -> RankMemory:
     """What holder `rank` keeps for a tie that has one owner."""
     holder, size = tie.holder(rank), math.prod(tie.shape) * config.itemsize
     columns = math.prod(tie.shape[1:])
+    row_chunks = 2 * min(_chunk_bytes(tie.shape, config), config.num_rows * columns * config.itemsize)
     if holder.layout is Layout.ROWS:
-        # The gradient of its rows is sent from where autograd has left it.
-        table = table_capacity(config.num_rows) * columns * config.itemsize
-        staging = config.num_rows * (columns * config.itemsize + _ID_BYTES_HERE)
+        capacity = table_capacity(config.num_rows)
+        table = capacity * columns * config.itemsize
+        # The rows as they come in, their gradient on its way, ids on theirs, and which row is where.
+        staging = row_chunks + config.num_rows * (columns * config.itemsize + ID_BYTES + 3 * _ID_BYTES_HERE)
+        staging += 2 * capacity * _ID_BYTES_HERE
         return RankMemory(rows=table, gradients=table, staging=staging)
     chunks = 2 * _chunk_bytes(tie.shape, config)
     if rank != tie.owner:
@@ -114,8 +117,8 @@ def tie_memory(tie: TiePlan, rank: int, config: PlanConfig) -> RankMemory:
         early = len(tie.copies) * size
         staging += early if config.transfer is Transfer.EARLY else len(tie.copies) * chunks
     if tie.row_replicas:
-        # Rows on their way out, their gradient that comes in, and whose they are.
-        each = config.num_rows * (2 * columns * config.itemsize + _ID_BYTES_HERE)
+        # Rows on their way out, their gradient that comes in and then is whole, and whose they are.
+        each = row_chunks + config.num_rows * (2 * columns * config.itemsize + 2 * _ID_BYTES_HERE)
         staging += len(tie.row_replicas) * each
     if tie.replicas and not config.streams:
         staging += math.prod(tie.shape) * max(_WIDE_BYTES, config.state_itemsize)

@@ -225,9 +225,11 @@ class Line:
         return found
 
     @property
-    def held(self) -> list[torch.Tensor]:
-        """The tensors that it holds: its staging, and all that was sent and not flushed yet."""
-        return [*self._staging.values(), *(sent.tensor for sent in self._pending)]
+    def held(self) -> list[tuple[str, torch.Tensor]]:
+        """(kind, tensor) of what it holds: `staging`, and, by their kinds in BytesSent, what was sent and not
+        flushed yet."""
+        staged = [("staging", buffer) for buffer in self._staging.values()]
+        return [*staged, *((sent.kind, sent.tensor) for sent in self._pending)]
 
     def close(self) -> None:
         """Close the channel; sends that were not flushed may be lost."""
@@ -264,7 +266,7 @@ class Line:
                 work = self._sender.post(tensor, streams)
             else:
                 work = self.channel.post_send(tensor)
-        self._pending.append(_Tracked(work, header, self._where(header, sending=True), tensor))
+        self._pending.append(_Tracked(work, header, self._where(header, sending=True), kind, tensor))
         self.sent += BytesSent(**{kind: tensor.nbytes})
 
     def _where(self, header: Header, *, sending: bool) -> str:
@@ -309,9 +311,9 @@ class _Context:
 class _Tracked:
     """A work whose failure says which message it carried."""
 
-    def __init__(self, work: Work, header: Header, where: str, tensor: torch.Tensor) -> None:
+    def __init__(self, work: Work, header: Header, where: str, kind: str, tensor: torch.Tensor) -> None:
         self._work, self._header, self._where = work, header, where
-        self.tensor = tensor
+        self.kind, self.tensor = kind, tensor
 
     def is_of(self, other: Header) -> bool:
         """Whether it has the phase and subject of `other`."""
