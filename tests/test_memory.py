@@ -64,8 +64,8 @@ def test_another_dtype() -> None:
 def test_a_replica_without_a_copy_lets_go_of_the_gradients_that_it_sent() -> None:
     steps = measured_steps(config_of("adamw", steps=8), Method.ROWS)
     for rank in range(2):
-        early, late = (steps[rank][step].use.staging for step in (1, -1))
-        assert late < 1.2 * early, "what is held does not grow from step to step"
+        early, late = (steps[rank][step].use.total for step in (1, -1))
+        assert late < 1.1 * early, "what is held does not grow from step to step"
 
 
 def test_the_v_placement_keeps_one_parameter() -> None:
@@ -199,4 +199,5 @@ def test_the_tracker_sees_what_is_alive_at_once() -> None:
 def test_the_process_has_a_resident_set() -> None:
     found = process_memory()
     assert found.resident is None or found.resident > 10**7
+    assert po.memory.process_memory is process_memory
     assert (found.allocated is None) == (found.peak is None) == (found.reserved is None)

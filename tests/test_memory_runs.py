@@ -82,7 +82,7 @@ def test_the_four_ways_on_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert state["naive"] == state["all-reduce"] == state["dense"] + table == state["rows"] + table
     assert found["runs"]["rows"]["ranks"]["0"]["measured"]["rows"] > 0
     out, errors = capsys.readouterr()
-    for words in (*ALL, "predicted", "measured", "difference", "to the byte", "peak"):
+    for words in (*ALL, "predicted", "measured", "difference", "to the byte", "peak", "resident set"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
     assert "naive, all-reduce, dense, rows; 2 steps each" in errors

@@ -31,6 +31,8 @@ def print_memory(result: MemoryResult, console: Console) -> None:
             about = about.replace("one owner", f"owned by rank {', '.join(map(str, owners))}")
         console.print(f"{method.value}: {about}")
         console.print(_table(run))
+        for line in _processes(run):
+            console.print(line)
         console.print()
     for line in verdict(result):
         console.print(line)
@@ -81,6 +83,22 @@ def _table(run: MethodMemory) -> Table:
             table.add_row("" if place else str(number), *cells)
         table.add_section()
     return table
+
+
+def _processes(run: MethodMemory) -> list[str]:
+    """What the processes have, where that is known: shown, and compared with nothing."""
+    found = [rank.later.process.to_dict() for rank in run.ranks]
+    lines = []
+    for name, words in (
+        ("resident", "resident set"),
+        ("allocated", "CUDA allocated"),
+        ("reserved", "CUDA reserved"),
+        ("peak", "CUDA peak"),
+    ):
+        sizes = [each[name] for each in found]
+        if any(size is not None for size in sizes):
+            lines.append(f"{words} by rank: {', '.join(_plain(size) for size in sizes)}")
+    return lines
 
 
 def verdict(result: MemoryResult) -> list[str]:
