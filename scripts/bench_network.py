@@ -43,11 +43,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from piper_owner.bench.config import BenchConfig, add_options, check_output, config_of
+from piper_owner.bench.config import BenchConfig, add_options, config_of
 from piper_owner.bench.launch import run_pair
 from piper_owner.bench.result import EXPOSED_HEADER, STEPS_HEADER, WAYS_HEADER, BenchResult
 from piper_owner.bench.two_hosts import two_hosts
 from piper_owner.errors import ConfigError, InputError, PiperOwnerError, ResourceError
+from piper_owner.paths import check_output
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 

@@ -174,7 +174,11 @@ def test_files_that_are_no_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     unread = "cannot read it"
-    for path, words in ((binary, "not text in UTF-8"), (tmp_path / "none", unread), (tmp_path, unread)):
+    for path, words in (
+        (binary, "byte 0 is no UTF-8 text; this is no schedule program"),
+        (tmp_path / "none", unread),
+        (tmp_path, unread),
+    ):
         assert main(["train", "--directives", str(path)]) == 2
         assert words in capsys.readouterr().err
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import enum
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 from piper_owner.errors import ConfigError
-from piper_owner.executor.config import TrainConfig
+from piper_owner.executor.config import LONGEST_TIMEOUT, TrainConfig
 from piper_owner.ownership import LayoutChoice, OwnerChoice
+from piper_owner.paths import path_option
 
-__all__ = ["BenchConfig", "Host", "StepWay", "Way", "add_options", "check_output", "config_of"]
+__all__ = ["BenchConfig", "Host", "StepWay", "Way", "add_options", "config_of"]
 
 
 class Way(enum.Enum):
@@ -77,9 +77,12 @@ class BenchConfig:
     timeout_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in _HELP:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1 is needed")
+        for name, (most, _) in _NUMBERS.items():
+            value, option = getattr(self, name), name.replace("_", "-")
+            if value < 1:
+                raise ConfigError(f"--{option} {value}: at least 1 is needed")
+            if value > most:
+                raise ConfigError(f"--{option} {str(value)[:30]}: at most {most} is possible")
         for name in ("vocab", "steps_vocab"):
             if getattr(self, name) < 256:
                 raise ConfigError(
@@ -88,7 +91,7 @@ class BenchConfig:
                 )
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ConfigError(f"--rate {self.rate:g}: a positive, finite number of bits per second is needed")
-        if not 0 < self.timeout_seconds < float("inf"):
+        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
             raise ConfigError(
                 f"--timeout {self.timeout_seconds}: a positive, finite number of seconds is needed"
             )
@@ -114,25 +117,26 @@ class BenchConfig:
         )
 
 
-_HELP: Final = {
-    "vocab": "rows of the table",
-    "hidden": "columns of the table",
-    "tokens": "contiguous tokens of the text that one step looks up",
-    "rounds": "timed rounds; in each of them every way has its turn, and the figures are medians",
-    "chunk_bytes": "size of the pieces in which gradients and weights travel",
-    "steps_vocab": "vocabulary of the GPT whose training steps are timed",
-    "steps_hidden": "its width",
-    "steps_layers": "its transformer blocks",
-    "steps_microbatches": "microbatches of one of its steps",
-    "steps_microbatch_size": "sequences in a microbatch",
-    "steps_sequence_length": "tokens in a sequence",
+_NUMBERS: Final = {
+    "vocab": (2**24, "rows of the table"),
+    "hidden": (2**20, "columns of the table"),
+    "tokens": (2**24, "contiguous tokens of the text that one step looks up"),
+    "rounds": (10**6, "timed rounds; in each of them every way has its turn, and the figures are medians"),
+    "chunk_bytes": (2**40, "size of the pieces in which gradients and weights travel"),
+    "steps_vocab": (2**24, "vocabulary of the GPT whose training steps are timed"),
+    "steps_hidden": (2**20, "its width"),
+    "steps_layers": (10**5, "its transformer blocks"),
+    "steps_microbatches": (2**18, "microbatches of one of its steps"),
+    "steps_microbatch_size": (2**20, "sequences in a microbatch"),
+    "steps_sequence_length": (2**20, "tokens in a sequence"),
 }
+"""The most of each option that is a number, and what it is."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a benchmark, but for the link's."""
     defaults = {field.name: field.default for field in fields(BenchConfig)}
-    for name, text in _HELP.items():
+    for name, (_, text) in _NUMBERS.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=int,
@@ -145,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text",
-        type=Path,
+        type=path_option,
         metavar="PATH",
         help="a text file, or a folder of them, to take the tokens from (default: the Python standard "
         "library's source)",
@@ -159,7 +163,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="longest wait of one rank for the other (default: %(default)g)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all figures to this file (default: none)"
+        "--json", type=path_option, metavar="FILE", help="write all figures to this file (default: none)"
     )
 
 
@@ -168,13 +172,3 @@ def config_of(arguments: argparse.Namespace, *, rate: float | None = None) -> Be
     names = {field.name for field in fields(BenchConfig)} - {"rate"}
     values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     return BenchConfig(**values, rate=rate)
-
-
-def check_output(option: str, file: Path | None) -> None:
-    """Raise ConfigError if `file`, which `option` names, cannot be written."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise ConfigError(f"{option} {file}: this is a folder; give the name of a file")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {file}: the folder {file.parent} does not exist; make it first")

@@ -145,16 +145,19 @@ def read_index(path: Path) -> Index:
     """
     file = path / INDEX
     try:
+        if file.exists() and not file.is_file():  # reading a device or a pipe may never end
+            raise CheckpointError(f"{file} is no checkpoint's index: it is not a file")
         text = file.read_bytes().decode()
     except FileNotFoundError:
         what = "does not exist" if not path.exists() else f"has no {INDEX} in it"
         raise CheckpointError(
             f"{path} {what}: there is no checkpoint; give the folder that was saved to"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is no checkpoint's index: it is not text") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{file} cannot be read: {reason}") from error
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

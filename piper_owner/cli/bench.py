@@ -11,23 +11,28 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from piper_owner.bench.config import check_output, config_of
+from piper_owner.bench.config import BenchConfig, config_of
 from piper_owner.bench.launch import LOCAL, run_pair
 from piper_owner.bench.result import EXPOSED_HEADER, STEPS_HEADER, WAYS_HEADER, BenchResult
 from piper_owner.cli.termination import orderly_termination
 from piper_owner.cli.train import write_json
 from piper_owner.errors import RunError
+from piper_owner.paths import check_output
 
-__all__ = ["print_figures", "run"]
+__all__ = ["print_figures", "read", "run"]
 
 
-def run(arguments: argparse.Namespace) -> int:
+def read(arguments: argparse.Namespace) -> BenchConfig:
+    """What the parsed arguments ask for. Raises ConfigError for what cannot work."""
+    check_output("--json", arguments.json)
+    return config_of(arguments)
+
+
+def run(config: BenchConfig, arguments: argparse.Namespace) -> int:
     """Measure as asked, print the tables to stdout (a spinner to stderr), and return the exit status.
 
     Raises InputError before anything starts, RunError when a rank fails.
     """
-    config = config_of(arguments)
-    check_output("--json", arguments.json)
     with orderly_termination(), Console(file=sys.stderr).status("measuring (Ctrl+C ends it) ..."):
         result = run_pair(config, LOCAL, text=arguments.text)
     print_figures(result, Console(file=sys.stdout, highlight=False))

@@ -6,7 +6,6 @@ import enum
 import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, assert_never
 
 from piper_owner.dag import pipeline_rules
@@ -23,9 +22,8 @@ from piper_owner.errors import ConfigError, DagError, DagParseError, RuleViolati
 from piper_owner.frontends.torch_csv import looks_like_torch_csv, parse_torch_csv
 from piper_owner.simulate import Timeline, dry_run
 
-__all__ = ["FileKind", "Verdict", "check", "parse_edges", "read_schedule", "read_text_file"]
+__all__ = ["FileKind", "Verdict", "check", "parse_edges", "read_schedule"]
 
-MAX_BYTES: Final = 64 * 2**20
 _SHOWN: Final = 8
 _TRANSFER_RULES: Final = (
     pipeline_rules.transfers_present,
@@ -54,24 +52,6 @@ class Verdict:
     error: DagError | None = None
     more: tuple[str, ...] = ()
     wrong: frozenset[tuple[int, int]] = frozenset()
-
-
-def read_text_file(path: Path) -> str:
-    """The text of the file. Raises ConfigError if it is missing, too large, binary, or cannot be read."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read it: {error.strerror or error}") from error
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES // 2**20} MiB; this is no schedule")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is no UTF-8 text; this is no schedule") from None
-    if "\0" in text:
-        raise ConfigError(f"{path}: this is a binary file, no schedule")
-    return text
 
 
 def read_schedule(

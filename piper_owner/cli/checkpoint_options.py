@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from piper_owner.errors import ConfigError
+from piper_owner.paths import check_folder, path_option
 
 __all__ = ["CheckpointOptions", "add_checkpoint", "read_checkpoint"]
 
@@ -28,7 +29,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
     group.add_argument(
         "--checkpoint",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="DIR",
         help="keep the owner run in this folder, as one copy for any stages, devices, owner and layout; all "
@@ -92,10 +93,5 @@ def read_checkpoint(arguments: argparse.Namespace) -> CheckpointOptions:
             if given:
                 raise ConfigError(f"{name} needs --checkpoint DIR, the folder to keep the run in")
         return options
-    if options.path.exists() and not options.path.is_dir():
-        raise ConfigError(f"--checkpoint {options.path}: this is a file; give the name of a folder")
-    if not options.path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--checkpoint {options.path}: the folder {options.path.parent} does not exist; make it first"
-        )
+    check_folder("--checkpoint", options.path)
     return options

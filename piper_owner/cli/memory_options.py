@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from piper_owner.bench.config import check_output
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import DTYPES, OPTIMIZERS, PLACEMENTS, SCHEDULES, TrainConfig
 from piper_owner.ownership import OwnerChoice
+from piper_owner.paths import check_output, path_option
 from piper_owner.planning.config import Method
 
 __all__ = ["MemoryOptions", "add_memory", "add_run", "read_memory", "read_run"]
@@ -139,7 +139,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     groups["data"].add_argument(
         "--text",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="PATH",
         help="a text file or folder to train on (default: the Python standard library's source)",
@@ -180,7 +180,7 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: type, metavar: str, te
 
 
 def _add_path(group: argparse._ArgumentGroup, name: str, text: str) -> None:
-    group.add_argument(f"--{name}", type=Path, default=None, metavar="FILE", help=text)
+    group.add_argument(f"--{name}", type=path_option, default=None, metavar="FILE", help=text)
 
 
 def read_memory(arguments: argparse.Namespace) -> MemoryOptions:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from piper_owner.cli.bench_options import add_bench
 from piper_owner.cli.checkpoint_options import CheckpointOptions, add_checkpoint, read_checkpoint
@@ -29,6 +30,7 @@ from piper_owner.executor.config import (
     TrainConfig,
 )
 from piper_owner.ownership import OwnerChoice
+from piper_owner.paths import path_option, readable
 
 __all__ = ["TrainOptions", "build_parser", "read"]
 
@@ -102,9 +104,24 @@ class _Noted(argparse.Action):
         namespace.given = {*getattr(namespace, "given", ()), self.dest}
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, whatever was given; so are its commands'."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 - as in argparse
+        """As in argparse, which takes the value of `--option=--` to be none, and gives a list for it."""
+        for given in sys.argv[1:] if args is None else args:
+            if given.startswith("-") and given.endswith("=--"):
+                self.error(f"argument {given.partition('=')[0]}: expected one argument")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Show the usage and `message`, and exit with 2."""
+        super().error(readable(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="piper-owner",
         description="Pipeline-parallel training with one copy of every tied parameter.",
     )
@@ -147,7 +164,7 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
                 f"{', '.join(twice)} with --directives, whose program says that; give one or the other"
             )
         values["program"] = read_program(arguments.directives)
-    options = TrainOptions(
+    return TrainOptions(
         config=TrainConfig(**values),
         compare=_read_compare(arguments.compare),
         text=arguments.text,
@@ -157,9 +174,6 @@ def read(arguments: argparse.Namespace) -> TrainOptions:
         checkpoint=read_checkpoint(arguments),
         stages_given="stages" in given,
     )
-    if options.json is not None:
-        _check_output(options.json)
-    return options
 
 
 def _version() -> str:
@@ -234,7 +248,7 @@ def _add_ownership(group: argparse._ArgumentGroup) -> None:
 def _add_directives(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--directives",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="FILE",
         help="a schedule program, a JSON array of directives, that says which device runs which stage and in "
@@ -283,7 +297,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument(
         "--text",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="PATH",
         help="a text file, or a folder of them, to train on (default: the Python standard library's source)",
@@ -312,7 +326,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--json",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="FILE",
         help="write all figures to this file (default: none)",
@@ -378,7 +392,7 @@ def _read_owner(text: str) -> OwnerChoice:
     match text:
         case "auto" | "first" | "last":
             return text
-        case _ if text.isdecimal():
+        case _ if len(text) <= 9 and text.isascii() and text.isdecimal():
             return int(text)
         case _:
             raise ConfigError(f"--owner {text}: choose auto, first, last, or the number of a rank")
@@ -392,10 +406,3 @@ def _read_compare(text: str) -> tuple[RunKind, ...]:
             also = "; the owner run is always there" if name == RunKind.OWNER.value else ""
             raise ConfigError(f"--compare {name}: choose among {', '.join(known)}{also}")
     return tuple(kind for kind in _COMPARED if kind.value in names)
-
-
-def _check_output(path: Path) -> None:
-    if path.is_dir():
-        raise ConfigError(f"--json {path}: this is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: the folder {path.parent} does not exist; make it first")

@@ -12,9 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, TypeVar
 
-from piper_owner.bench.config import check_output
 from piper_owner.errors import ConfigError
 from piper_owner.ownership import OwnerChoice
+from piper_owner.paths import check_output
 from piper_owner.planning.config import DTYPE_BYTES, Optimizer, PlanConfig, Transfer
 from piper_owner.planning.presets import PRESETS
 from piper_owner.planning.units import parse_bytes, parse_rate, parse_seconds

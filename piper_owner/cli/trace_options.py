@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from piper_owner.bench.config import check_output
 from piper_owner.errors import ConfigError
+from piper_owner.paths import check_folder, check_output, path_option
 
 __all__ = ["PictureOptions", "add_pictures", "read_pictures"]
 
@@ -35,7 +35,7 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pictures")
     group.add_argument(
         "--report",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="FILE",
         help="write an HTML page that needs no network: loss curves, memory, the timeline of the last step, "
@@ -43,7 +43,7 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--trace",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="FILE",
         help="write what each rank of the owner run did when, a row for each, and its messages, as JSON that "
@@ -51,7 +51,7 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--profile",
-        type=Path,
+        type=path_option,
         default=None,
         metavar="DIR",
         help="run torch's profiler in the same steps, and write its trace for each rank to this folder, as "
@@ -79,24 +79,17 @@ def read_pictures(arguments: argparse.Namespace) -> PictureOptions:
     )
     if options.steps < 1:
         raise ConfigError(f"--trace-steps {options.steps}: at least one step is needed")
+    check_output("--json", arguments.json)
     check_output("--trace", options.trace)
     check_output("--report", options.report)
-    _check_folder(options.profile)
+    check_folder("--profile", options.profile)
     named = [("--json", arguments.json), ("--trace", options.trace), ("--report", options.report)]
     taken: dict[Path, str] = {}
     for option, path in named:
         if path is None or (path.exists() and not path.is_file()):  # a device takes any number
             continue
-        other = taken.setdefault(path.resolve(), option)
+        # Not resolve(): of a link that leads to itself that raises; and what is written replaces a link.
+        other = taken.setdefault(path.parent.resolve() / path.name, option)
         if other != option:
             raise ConfigError(f"{option} {path}: {other} writes to it too; give each a file of its own")
     return options
-
-
-def _check_folder(folder: Path | None) -> None:
-    if folder is None or folder.is_dir():
-        return
-    if folder.exists():
-        raise ConfigError(f"--profile {folder}: this is a file; give the name of a folder")
-    if not folder.absolute().parent.is_dir():
-        raise ConfigError(f"--profile {folder}: the folder {folder.parent} does not exist; make it first")

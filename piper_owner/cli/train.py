@@ -40,16 +40,14 @@ from piper_owner.tracing.chrome import format_trace
 if TYPE_CHECKING:
     from piper_owner.runtime.keeping import Keeping
 
-__all__ = ["run", "write_json"]
+__all__ = ["check", "run", "write_json"]
 
 
-def run(options: TrainOptions) -> int:
-    """Train as asked, print the tables to stdout (progress to stderr), and return the exit status.
+def check(options: TrainOptions) -> tuple[TrainOptions, ModelSource]:
+    """`options` with what the model and its schedule decide, and the model. Plans every run; starts nothing.
 
-    Raises InputError before anything starts, RunError when a rank fails. A run that a signal has stopped, and
-    that was saved, ends with 128 and the signal's number.
+    Raises InputError, or DagError for a schedule that must not run.
     """
-    out, notes = Console(file=sys.stdout), Console(file=sys.stderr, highlight=False)
     if options.address is not None:
         check_address(options.address)
     source = model_source(options.config.model)
@@ -66,6 +64,16 @@ def run(options: TrainOptions) -> int:
             plan_run(options.config, kind, source)
     if options.checkpoint.path is not None and options.checkpoint.resume:
         read_index(options.checkpoint.path)
+    return options, source
+
+
+def run(options: TrainOptions, source: ModelSource) -> int:
+    """Train as asked, print the tables to stdout (progress to stderr), and return the exit status.
+
+    Both are as `check` gives them. Raises InputError before anything starts, RunError when a rank fails. A run
+    that a signal has stopped, and that was saved, ends with 128 and the signal's number.
+    """
+    out, notes = Console(file=sys.stdout), Console(file=sys.stderr, highlight=False)
     text, tokens = _read_tokens(options)
     if options.pictures.profile is not None:
         with _writing("--profile", options.pictures.profile):

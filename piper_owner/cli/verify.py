@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from piper_owner.bench.config import check_output
-from piper_owner.cli.checking import FileKind, Verdict, check, parse_edges, read_schedule, read_text_file
+from piper_owner.cli.checking import FileKind, Verdict, check, parse_edges, read_schedule
 from piper_owner.cli.output import write_json, write_text
 from piper_owner.dag.graph import TrainingDAG
 from piper_owner.dag.nodes import Transfer, format_action
 from piper_owner.drawing.timeline import draw
 from piper_owner.errors import DagError, InputError, RunError
+from piper_owner.paths import check_output, read_text_file, readable
 from piper_owner.simulate import Timeline
 
 __all__ = ["run"]
@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_output("--svg", arguments.svg)
     edges = None if arguments.edges is None else parse_edges(arguments.edges)
     try:
-        text = read_text_file(arguments.file)
+        text = read_text_file(arguments.file, what="schedule")
         kind, dag, num_pipelines = read_schedule(text, source=str(arguments.file), edges=edges)
         schedule = _Schedule(kind=kind, dag=dag, num_pipelines=num_pipelines)
         verdict = check(dag)
     except (InputError, DagError) as error:
         line = str(error).partition("\n")[0]
         line = line if isinstance(error, InputError) else f"{arguments.file}: {line}"
-        print(f"piper-owner: error: {line}", file=sys.stderr)
+        print(f"piper-owner: error: {readable(line)}", file=sys.stderr)
         if arguments.json is not None:
             unread = {name: None for name in _KEYS} | {"ok": False, "more": [], "wrong": []}
             _write(arguments.json, "--json", unread | {"error": line, "error_kind": type(error).__name__})
@@ -84,14 +84,15 @@ def _headline(verdict: Verdict) -> str:
 def _show(arguments: argparse.Namespace, schedule: _Schedule, verdict: Verdict) -> None:
     size = {"max_rows": arguments.max_rows, "max_ranks": arguments.max_ranks}
     if verdict.error is not None:
-        print(f"piper-owner: error: {arguments.file}: {_headline(verdict)}", file=sys.stderr)
+        line = readable(f"{arguments.file}: {_headline(verdict)}")
+        print(f"piper-owner: error: {line}", file=sys.stderr)
         for line in verdict.more:
             print(f"  {line}", file=sys.stderr)
         sys.stderr.flush()
         print(verdict.timeline.format_grid(**size, wrong=verdict.wrong))
         return
     timeline = verdict.timeline
-    print(f"{arguments.file}: ok, {_summary(schedule)}")
+    print(readable(f"{arguments.file}: ok, {_summary(schedule)}"))
     idle = [timeline.idle(rank) for rank in range(schedule.dag.num_ranks)]
     share = sum(idle) / (len(idle) * timeline.makespan) if timeline.makespan else 0.0
     ranks = ", ".join(f"rank {rank} {time:g}" for rank, time in enumerate(idle[: arguments.max_ranks]))

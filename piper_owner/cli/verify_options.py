@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Final
+
+from piper_owner.paths import path_option
 
 __all__ = ["add_verify"]
 
@@ -46,7 +47,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    verify.add_argument("file", type=Path, metavar="FILE", help="the schedule")
+    verify.add_argument("file", type=path_option, metavar="FILE", help="the schedule")
     verify.add_argument(
         "--edges",
         metavar="A-B,..",
@@ -66,8 +67,8 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="print at most N ranks of the grid (8)",
     )
-    verify.add_argument("--json", type=Path, metavar="FILE", help="write the verdict to FILE")
-    verify.add_argument("--svg", type=Path, metavar="FILE", help="draw the whole grid into FILE")
+    verify.add_argument("--json", type=path_option, metavar="FILE", help="write the verdict to FILE")
+    verify.add_argument("--svg", type=path_option, metavar="FILE", help="draw the whole grid into FILE")
 
 
 def _count(text: str) -> int:

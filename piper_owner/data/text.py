@@ -76,7 +76,7 @@ def read_text(path: Path | None, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> T
         return _read_standard_library(limit_bytes)
     try:
         mode = path.stat().st_mode
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError(_cannot_read(path, error)) from error
     if stat.S_ISDIR(mode):
         return _read_folder(path, limit_bytes)
@@ -177,7 +177,8 @@ def _decode(path: Path, limit_bytes: int) -> tuple[str, bool]:
         ) from error
 
 
-def _cannot_read(path: Path, error: OSError) -> str:
+def _cannot_read(path: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{path} does not exist; give the path of a text file, or of a folder of text files"
-    return f"{path} cannot be read ({error.strerror or error}); allow reading it, or give another text"
+    reason = getattr(error, "strerror", None) or error
+    return f"{path} cannot be read ({reason}); allow reading it, or give another text"

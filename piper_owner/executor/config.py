@@ -15,6 +15,7 @@ __all__ = [
     "DTYPES",
     "LAYOUTS",
     "LEARNING_RATES",
+    "LONGEST_TIMEOUT",
     "OPTIMIZERS",
     "PLACEMENTS",
     "SCHEDULES",
@@ -29,7 +30,24 @@ SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 SCOPES: Final = tuple(scope.value for scope in Scope)
 OPTIMIZERS: Final = ("adamw", "adam", "sgd", "adafactor")
 LEARNING_RATES: Final = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1, "adafactor": 1e-2}
-_LONGEST_TIMEOUT: Final = 30 * 86_400.0
+LONGEST_TIMEOUT: Final = 30 * 86_400.0
+_MOST: Final = {
+    "stages": 4096,
+    "devices": 4096,
+    "microbatches": 2**20,
+    "dp": 4096,
+    "microbatch_size": 2**20,
+    "sequence_length": 2**20,
+    "vocab": 2**24,
+    "hidden": 2**20,
+    "layers": 10**5,
+    "heads": 2**20,
+    "steps": 2**31,
+    "chunk_bytes": 2**40,
+}
+"""The most of each; a mistyped number is to be refused, not to fill the memory."""
+_MOST_WORKERS: Final = 4096
+_MOST_CELLS: Final = 2**20
 DTYPES: Final = ("float32", "float64", "bfloat16")
 DEVICES: Final = ("cpu", "cuda")
 
@@ -132,23 +150,27 @@ class TrainConfig:
         return self.all_microbatches * self.microbatch_size * self.sequence_length
 
 
-def _check(config: TrainConfig) -> None:
-    for name in (
-        "stages",
-        "devices",
-        "microbatches",
-        "dp",
-        "microbatch_size",
-        "sequence_length",
-        "hidden",
-        "layers",
-        "heads",
-        "steps",
-        "chunk_bytes",
-    ):
-        value = getattr(config, name)
+def _check_numbers(config: TrainConfig) -> None:
+    """Each by itself, before anything is made as large as one of them says."""
+    for name, most in _MOST.items():
+        value, option = getattr(config, name), name.replace("_", "-")
         if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+            raise ConfigError(f"--{option} {value}: at least 1 is needed")
+        if value > most:
+            raise ConfigError(f"--{option} {str(value)[:30]}: at most {most} is possible")
+    if config.devices * config.dp > _MOST_WORKERS:
+        raise ConfigError(
+            f"--devices {config.devices} with --dp {config.dp}: at most {_MOST_WORKERS} workers are possible"
+        )
+    if config.stages * config.microbatches > _MOST_CELLS:
+        raise ConfigError(
+            f"--stages {config.stages} with --microbatches {config.microbatches}: at most {_MOST_CELLS} "
+            "together are possible"
+        )
+
+
+def _check(config: TrainConfig) -> None:
+    _check_numbers(config)
     for name, known in (
         ("placement", PLACEMENTS),
         ("layout", LAYOUTS),
@@ -190,14 +212,12 @@ def _check(config: TrainConfig) -> None:
 
 
 def _check_machine(config: TrainConfig) -> None:
-    if not 0 < config.timeout_seconds <= _LONGEST_TIMEOUT:
+    if not 0 < config.timeout_seconds <= LONGEST_TIMEOUT:
         raise ConfigError(
             f"--timeout {config.timeout_seconds}: a positive, finite number of seconds is needed"
         )
-    if config.check_every < 0:
+    if not 0 <= config.check_every <= _MOST["steps"]:
         raise ConfigError(f"--check-every {config.check_every}: a number of steps, or 0 for never, is needed")
-    if config.chunk_bytes < 1:
-        raise ConfigError(f"--chunk-bytes {config.chunk_bytes}: at least 1 is needed")
     if not 0 < config.gpus_per_rank <= 1:
         raise ConfigError(
             f"--gpus-per-rank {config.gpus_per_rank:g}: a rank uses one GPU or a part of it; give more than "
