@@ -94,6 +94,22 @@ class Job:
         """Everything alive in this command's session, itself included: title by pid."""
         return processes_of(self.process.pid)
 
+    def listening(self) -> set[str]:
+        """Where processes of the session accept TCP connections: addresses as the kernel spells them."""
+        inodes = set()
+        for pid in self.processes():
+            with suppress(OSError):
+                for entry in Path(f"/proc/{pid}/fd").iterdir():
+                    with suppress(OSError):
+                        inodes.add(os.readlink(entry))
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                    found.add(words[1].partition(":")[0])
+        return found
+
     def signal_group(self, number: signal.Signals) -> None:
         """What a terminal does for Ctrl+C: signal the whole foreground group."""
         os.killpg(self.process.pid, number)

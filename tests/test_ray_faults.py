@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import time
@@ -41,6 +42,8 @@ CONFIG = TrainConfig(
 )
 TOKENS = np.arange(400, dtype=np.int32) % 256
 LIMIT = 15.0
+# 127.0.0.1, the same in IPv6, and ::1, as the kernel's tables of sockets have them.
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 FAULTY_RANK, FAULTY_STEP = 1, 2
 
 
@@ -170,6 +173,10 @@ def test_killed_worker_ends_the_command(tmp_path: Path) -> None:
             return bool(workers)
 
         assert wait_until(find, 60)
+        # Meanwhile nobody else reaches it: not from another machine, and not through its files.
+        assert running.listening() <= LOOPBACK
+        (own,) = running.folder.glob("piper-owner-*")
+        assert stat.S_IMODE(own.stat().st_mode) == 0o700
         os.kill(workers[0], signal.SIGKILL)
         start = time.monotonic()
         status, out, errors = running.end()

@@ -68,9 +68,10 @@ def measure_hugging_face(name: str, num_stages: int) -> ModelShapes:
         ) from error
     wanted = name.removeprefix(HUGGING_FACE)
     try:
-        config = transformers.AutoConfig.from_pretrained(wanted)
+        # False: unless told, transformers asks on the terminal whether to run code that comes with the model.
+        config = transformers.AutoConfig.from_pretrained(wanted, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first = next(iter(str(error).splitlines()), "")
         raise InputError(f"--model {name[:60]}: transformers cannot make it: {first[:200]}") from error

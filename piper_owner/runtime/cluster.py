@@ -27,8 +27,8 @@ from piper_owner.runtime.signals import undisturbed
 __all__ = ["LOOPBACK", "Cluster", "count_cpus", "count_gpus", "node_address"]
 
 LOOPBACK: Final = "127.0.0.1"
-# The path of a Unix socket has at most 103 bytes, and Ray and we add about 85 to the folder.
-_MAX_FOLDER: Final = 18
+# The path of a Unix socket has at most 103 bytes, and Ray and we add about 87 to the folder.
+_MAX_FOLDER: Final = 16
 _RELEASE: Final = timedelta(seconds=10)
 _REMOVAL: Final = timedelta(seconds=3)
 
@@ -134,7 +134,8 @@ class Cluster:
                 raise ConfigError(f"--address {address}: cannot join this Ray cluster: {error}") from error
             return
         self._connected_here = True
-        # A folder of our own: nothing of a run stays in it, and nobody else's rights matter.
+        # A folder of our own: nothing of a run stays in it, and nobody else's rights matter. Ray opens the
+        # one that it is given to every user of the machine, so that is one inside, out of their reach.
         self._folder = tempfile.mkdtemp(prefix="piper-owner-", dir=_short_folder())
         try:
             with undisturbed():
@@ -142,7 +143,7 @@ class Cluster:
                     address="local",
                     num_cpus=self.devices,
                     include_dashboard=False,
-                    _temp_dir=self._folder,
+                    _temp_dir=os.path.join(self._folder, "r"),
                     **quiet,
                 )
         except (OSError, RuntimeError, ValueError) as error:
