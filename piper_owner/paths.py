@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from piper_owner.errors import ConfigError
 
-__all__ = ["MAX_TEXT_BYTES", "check_folder", "check_output", "path_option", "read_text_file", "readable"]
+__all__ = [
+    "MAX_TEXT_BYTES",
+    "check_folder",
+    "check_output",
+    "check_outputs",
+    "path_option",
+    "read_text_file",
+    "readable",
+]
 
 MAX_TEXT_BYTES: Final = 64 * 2**20
 """The largest file of options or of a schedule that is read."""
@@ -44,6 +53,19 @@ def check_output(option: str, file: Path | None) -> None:
             file.with_name(f".{file.name}.{os.getpid()}.tmp").exists()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {file}: cannot write there: {_reason(error)}") from error
+
+
+def check_outputs(outputs: Sequence[tuple[str, Path | None]]) -> None:
+    """`check_output` of each of the (option, file); ConfigError also where two of them are one file."""
+    taken: dict[Path, str] = {}
+    for option, file in outputs:
+        check_output(option, file)
+        if file is None or (file.exists() and not file.is_file()):  # a device takes any number
+            continue
+        # Not file.resolve(), which raises for a link to itself: what is written replaces a link.
+        other = taken.setdefault(file.parent.resolve() / file.name, option)
+        if other != option:
+            raise ConfigError(f"{option} {file}: {other} writes to it too; give each a file of its own")
 
 
 def check_folder(option: str, folder: Path | None) -> None:

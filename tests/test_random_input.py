@@ -198,7 +198,7 @@ def value_of(option: str, draw: random.Random) -> str:
 def command_line(seed: int) -> list[str]:
     """A command line, of options that exist and some that do not."""
     draw = random.Random(seed)
-    command = draw.choice(("train", "train", "plan", "verify", "bench"))
+    command = draw.choice(("train", "train", "plan", "verify", "bench", "memory"))
     options = options_of(command)
     line = [command]
     for option in draw.sample(sorted(options), min(len(options), draw.choice((1, 1, 2, 3, 5)))):

@@ -10,7 +10,7 @@ from typing import Any, Final
 from piper_owner.errors import ConfigError
 from piper_owner.executor.config import DTYPES, OPTIMIZERS, PLACEMENTS, SCHEDULES, TrainConfig
 from piper_owner.ownership import OwnerChoice
-from piper_owner.paths import check_output, path_option
+from piper_owner.paths import check_outputs, path_option
 from piper_owner.planning.config import Method
 
 __all__ = ["MemoryOptions", "add_memory", "add_run", "read_memory", "read_run"]
@@ -203,14 +203,7 @@ def read_run(arguments: argparse.Namespace, *, address: str | None = None) -> Me
         report=arguments.report,
         address=address,
     )
-    taken: dict[Path, str] = {}
-    for option, path in (("--json", options.json), ("--plot", options.plot), ("--report", options.report)):
-        check_output(option, path)
-        if path is None or (path.exists() and not path.is_file()):  # a device takes any number
-            continue
-        other = taken.setdefault(path.resolve(), option)
-        if other != option:
-            raise ConfigError(f"{option} {path}: {other} writes to it too; give each a file of its own")
+    check_outputs([("--json", options.json), ("--plot", options.plot), ("--report", options.report)])
     return options
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from piper_owner.errors import ConfigError
-from piper_owner.paths import check_folder, check_output, path_option
+from piper_owner.paths import check_folder, check_outputs, path_option
 
 __all__ = ["PictureOptions", "add_pictures", "read_pictures"]
 
@@ -79,17 +79,6 @@ def read_pictures(arguments: argparse.Namespace) -> PictureOptions:
     )
     if options.steps < 1:
         raise ConfigError(f"--trace-steps {options.steps}: at least one step is needed")
-    check_output("--json", arguments.json)
-    check_output("--trace", options.trace)
-    check_output("--report", options.report)
     check_folder("--profile", options.profile)
-    named = [("--json", arguments.json), ("--trace", options.trace), ("--report", options.report)]
-    taken: dict[Path, str] = {}
-    for option, path in named:
-        if path is None or (path.exists() and not path.is_file()):  # a device takes any number
-            continue
-        # Not resolve(): of a link that leads to itself that raises; and what is written replaces a link.
-        other = taken.setdefault(path.parent.resolve() / path.name, option)
-        if other != option:
-            raise ConfigError(f"{option} {path}: {other} writes to it too; give each a file of its own")
+    check_outputs([("--json", arguments.json), ("--trace", options.trace), ("--report", options.report)])
     return options

@@ -70,8 +70,8 @@ def check(options: TrainOptions) -> tuple[TrainOptions, ModelSource]:
 def run(options: TrainOptions, source: ModelSource) -> int:
     """Train as asked, print the tables to stdout (progress to stderr), and return the exit status.
 
-    Both are as `check` gives them. Raises InputError before anything starts, RunError when a rank fails. A run
-    that a signal has stopped, and that was saved, ends with 128 and the signal's number.
+    Both are as `check` gives them. Raises InputError before anything starts, RunError when a rank fails.
+    A run that a signal has stopped, and that was saved, ends with 128 and the signal's number.
     """
     out, notes = Console(file=sys.stdout), Console(file=sys.stderr, highlight=False)
     text, tokens = _read_tokens(options)
