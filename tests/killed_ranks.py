@@ -60,8 +60,10 @@ def undisturbed() -> RunResult:
 class WithDropout(GPTSource):
     """The GPT with dropout behind each stage."""
 
-    def build_stages(self, config: TrainConfig, stages: tuple[int, ...]) -> dict[int, nn.Module]:
-        built = super().build_stages(config, stages)
+    def build_stages(
+        self, config: TrainConfig, stages: tuple[int, ...], *, device: str = "cpu"
+    ) -> dict[int, nn.Module]:
+        built = super().build_stages(config, stages, device=device)
         for module in built.values():
             module.register_forward_hook(drop)
         return built
