@@ -36,7 +36,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-u
 WARM: Final = 100
 """Steps after which nothing grows any more."""
 EVERY: Final = 25
-KILOBYTES: Final = 4096
+KILOBYTES: Final = 8192
 """How far resident memory may be above that after `WARM` steps, whatever the number of steps."""
 
 
