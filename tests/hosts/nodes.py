@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,16 @@ _START_SECONDS = 90
 class TwoNodes:
     """The cluster: its head on host 0 and another node on host 1, with `cpus` CPUs each.
 
+    settings: the environment of whoever joins: a token of the cluster's own, whatever the user's home has.
     sessions: of each host's processes.
     """
 
     pair: TwoHosts
     cpus: int
     undo: ExitStack
+    settings: dict[str, str] = field(
+        default_factory=lambda: {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    )
     sessions: list[int] = field(default_factory=list)
 
     @property
@@ -61,7 +66,8 @@ class TwoNodes:
             else (f"--address={self.address}",)
         )
         words = (f"--num-cpus={self.cpus}", f"--node-ip-address={self.pair.hosts[host].address}", *options)
-        self.sessions[host:] = [self.undo.enter_context(_node(self.pair.hosts[host].command, words))]
+        node = _node(self.pair.hosts[host].command, words, self.settings)
+        self.sessions[host:] = [self.undo.enter_context(node)]
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def two_nodes(*, cpus: int = 1) -> Iterator[TwoNodes]:
 
 
 @contextmanager
-def _node(inside: Sequence[str], options: Sequence[str]) -> Iterator[int]:
+def _node(inside: Sequence[str], options: Sequence[str], settings: Mapping[str, str]) -> Iterator[int]:
     """`ray start`, from when it says that it runs; the session that all its processes are in."""
     folder = Path(tempfile.mkdtemp(prefix="n-", dir="/tmp"))
     words = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
@@ -89,7 +95,7 @@ def _node(inside: Sequence[str], options: Sequence[str]) -> Iterator[int]:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**plain_environment(), "TMPDIR": str(folder)},
+            env={**plain_environment(), "TMPDIR": str(folder), **settings},
             start_new_session=True,
         )
     try:

@@ -28,7 +28,8 @@ TIMEOUT = 5
 # A rank's own wait, that for the rank at fault to say so, and 10 s for a cluster that does not answer.
 LIMIT = TIMEOUT + 3 + 10 + 5
 CUT = re.compile(
-    r"error: step (\d+) of the owner run: rank [01] failed first, at \S+ of step \d+: PeerTimeoutError: "
+    r"error: step \d+ of the owner run: rank [01] failed"
+    r"(?: first, at \S+ of step \d+: PeerTimeoutError|: PeerTimeoutError: \S+ of step \d+): "
     r".*rank [01] waited 5 s for rank [01], which did not answer"
 )
 RANKS = "ray::RankHost"
@@ -70,6 +71,7 @@ def train_and_cut(nodes: TwoNodes, folder: Path) -> int:
         *(*SMALL, "--steps", "100000", "--address", nodes.address, "--timeout", str(TIMEOUT)),
         *("--checkpoint", str(folder), "--every", "20"),
         inside=nodes.inside,
+        **nodes.settings,
     ) as running:
         assert wait_until(lambda: has_checkpoint(folder) and nodes.workers(f"{RANKS}.step") == [1, 1], 90)
         nodes.pair.set_link(1, up=False)
@@ -89,6 +91,7 @@ def go_on(nodes: TwoNodes, folder: Path, steps: int, result: Path) -> None:
         *(*SMALL, "--steps", str(steps), "--address", nodes.address, "--timeout", "60"),
         *("--checkpoint", str(folder), "--resume", "--json", str(result)),
         inside=nodes.inside,
+        **nodes.settings,
     ) as running:
         status, _, errors = running.end()
         assert status == 0, errors
@@ -131,7 +134,9 @@ def test_demo_has_the_losses_of_one_host(nodes: TwoNodes, layout: str, tmp_path:
     with job(*demo, "--json", str(files[0])) as running:
         status, _, errors = running.end(600)
         assert status == 0, errors
-    with job(*demo, "--address", nodes.address, "--json", str(files[1]), inside=nodes.inside) as running:
+    with job(
+        *demo, "--address", nodes.address, "--json", str(files[1]), inside=nodes.inside, **nodes.settings
+    ) as running:
         assert wait_until(lambda: nodes.workers(f"{RANKS}.step") == [2, 2], 120), nodes.workers(RANKS)
         status, _, errors = running.end(600)
         assert status == 0, errors
