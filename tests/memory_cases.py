@@ -93,7 +93,7 @@ def measured_steps(config: TrainConfig, method: Method) -> list[list[StepMemory]
     """By rank all steps, the ranks as threads of this process."""
     config = source_of(config).resolve(config)
     work = partial(measured_rank, config=config, method=method)
-    return run_threads(config.num_ranks, work, timeout=timedelta(seconds=30))
+    return run_threads(config.num_ranks, work, timeout=timedelta(seconds=60))
 
 
 def measured_rank(fabric: Fabric, config: TrainConfig, method: Method) -> list[StepMemory]:

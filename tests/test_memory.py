@@ -45,7 +45,9 @@ MATRIX = [
 def test_a_run_keeps_what_was_predicted(name: str, method: Method, rank_pool: RankPool) -> None:
     config = config_of(name)
     config = source_of(config).resolve(config)
-    steps = rank_pool.run(config.num_ranks, measured_rank, config, method)
+    # The first operator that a rank tracks imports much of torch, on all ranks at once.
+    wait = timedelta(seconds=60)
+    steps = rank_pool.run_within(config.num_ranks, measured_rank, (config, method), timeout=wait, limit=180.0)
     run = beside_prediction(config, method, steps)
     for rank, found in enumerate(run.ranks):
         difference = found.difference
@@ -110,7 +112,7 @@ def _own_loop(fabric: Fabric) -> list[MemoryUse]:
 
 
 def test_a_loop_of_ones_own_with_masters_and_rows() -> None:
-    ranks = run_threads(2, _own_loop, timeout=timedelta(seconds=20))
+    ranks = run_threads(2, _own_loop, timeout=timedelta(seconds=60))
     # Rank 0: hidden, 8 x 8 and 8, and a table of 64 rows of 8; rank 1 steps the table of 40 rows of 8.
     for (made, before, after, foreseen), stepped, rows in zip(ranks, (72, 320), (64 * 8, 0), strict=True):
         assert made.weights == before.weights == after.weights == foreseen.weights == 2 * stepped
