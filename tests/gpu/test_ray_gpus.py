@@ -135,5 +135,5 @@ def test_each_actor_sees_its_own_and_the_settings_of_nccl_as_they_are(
 @pytest.mark.gpu(2)
 def test_a_killed_rank_ends_the_run(pytestconfig: pytest.Config) -> None:
     config = on(CONFIG, pytestconfig, timeout_seconds=30)
-    with pytest.raises(RunError, match=r"step 3 of the owner run: .*rank 1"):
+    with pytest.raises(RunError, match=r"step \d of the owner run: rank 1 died"):
         train(config, TOKENS, text="numbers", host_class=KillsItself)
