@@ -329,8 +329,8 @@ class RankExecutor:
         if len(ranks) > 1:
             host = flat.to("cpu")
             self._groups[ranks].all_reduce(host)
-            flat = host.to(like.device)
-            total = flat[:-1].view_as(like)
+            behind = host[like.numel() :]
+            total = host[: like.numel()].view_as(like).to(like.device)
             # What a ring sends of it on each of its ranks.
             grads = 2 * (len(ranks) - 1) * total.nbytes // len(ranks)
             self._tied_sent += BytesSent(grads=grads, other=behind.nbytes)
