@@ -16,7 +16,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS: Final = re.findall(r"^torchrun .*?(?=\s*(?:#.*)?$)", README, flags=re.MULTILINE)
+COMMANDS: Final = re.findall(r"^torchrun .*? examples/.*?(?=\s*(?:#.*)?$)", README, flags=re.MULTILINE)
 EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
 MARK: Final = "# <-- piper-owner"
 MODEL: Final = "annotated"

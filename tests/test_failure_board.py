@@ -111,6 +111,14 @@ def test_of_several_boards_waits_are_of_the_first() -> None:
     assert one.first() == two.first() == both.first() == own_of(3)
 
 
+def test_who_reads_a_failure_on_one_board_writes_it_on_the_others() -> None:
+    one, two = a_board(), a_board()
+    two.report(own_of(3))
+    assert one.first() is None
+    assert Boards(one, two).first() == own_of(3)
+    assert one.first() == own_of(3)
+
+
 def host_store(pipe: Connection) -> None:
     """Serve a store until the pipe closes."""
     store = open_store(HOST, TIMEOUT)

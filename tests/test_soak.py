@@ -39,6 +39,9 @@ EVERY: Final = 25
 KILOBYTES: Final = 8192
 """How far resident memory may be above that after `WARM` steps, whatever the number of steps."""
 
+THREADS: Final = 2
+"""How many more threads there may be, whatever the number of steps: Ray's own pools start and stop some."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
@@ -68,11 +71,12 @@ class Usage:
 
 
 def assert_flat(found: list[Usage]) -> None:
-    """Nothing grows behind the first of `found`; memory by no more than its noise."""
+    """Nothing grows behind the first of `found`; memory and threads by no more than their noise."""
     first = found[0]
     for usage in found[1:]:
-        for name in ("tensors", "files", "threads", "objects"):
+        for name in ("tensors", "files", "objects"):
             assert getattr(usage, name) <= getattr(first, name), (name, first, usage)
+        assert usage.threads <= first.threads + THREADS, (first, usage)
         assert usage.kilobytes - first.kilobytes < KILOBYTES, (first, usage)
 
 

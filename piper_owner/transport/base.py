@@ -126,6 +126,7 @@ class Board(abc.ABC):
 class Boards(Board):
     """Several boards as one: a report goes to each, and the first failure on any of them counts.
 
+    Who reads a failure on one of them writes it on the others, whose ranks may wait for the reader.
     Waits are of the first board alone: the others may number their ranks in another way.
     """
 
@@ -138,9 +139,14 @@ class Boards(Board):
             board.report(failure)
 
     def first(self) -> Failure | None:
-        """The failure of the first board that has one."""
-        found = (board.first() for board in self._boards)
-        return next((failure for failure in found if failure is not None), None)
+        """The failure of the first board that has one; then all have one."""
+        found = [board.first() for board in self._boards]
+        failure = next((failure for failure in found if failure is not None), None)
+        if failure is not None:
+            for board, has in zip(self._boards, found, strict=True):
+                if has is None:
+                    board.report(failure)
+        return failure
 
     def wait_of(self, rank: int) -> Failure | None:
         """What the first board has."""

@@ -131,20 +131,21 @@ class MemoryNetwork:
             return _End.READY
         return _End.CLOSED if arrived else _End.TIMED_OUT
 
-    def check_end(self, end: _End, rank: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
-        """Raise for a wait of `rank` for the others of `ranks` that ended badly.
 
-        Not while holding `changed`: it gives the others time to say why.
-        """
-        match end:
-            case _End.READY:
-                return
-            case _End.CLOSED:
-                raise lost(self.board, rank, ranks, "it is closed")
-            case _End.TIMED_OUT:
-                raise timed_out(self.board, rank, ranks, timeout)
-            case _:
-                assert_never(end)
+def _check_end(end: _End, fabric: MemoryFabric, ranks: tuple[int, ...]) -> None:
+    """Raise for a wait of the fabric's rank for the others of `ranks` that ended badly.
+
+    Not while holding `changed`: it gives the others time to say why.
+    """
+    match end:
+        case _End.READY:
+            return
+        case _End.CLOSED:
+            raise lost(fabric.board, fabric.rank, ranks, "it is closed")
+        case _End.TIMED_OUT:
+            raise timed_out(fabric.board, fabric.rank, ranks, fabric.timeout)
+        case _:
+            assert_never(end)
 
 
 class _MemoryWork:
@@ -159,34 +160,35 @@ class _MemoryWork:
             return
         self._is_waited = True
         channel, line = self._channel, self._line
-        network = channel.network
+        network = channel.fabric.network
         try:
             with network.changed:
                 end = network.wait_for(
                     lambda: line.taken > self._number, lambda: line.closed, channel.timeout
                 )
-            network.check_end(end, channel.rank, (channel.peer,), channel.timeout)
+            _check_end(end, channel.fabric, (channel.peer,))
         except ExchangeError:
             channel.close()
             raise
 
 
 class _MemoryChannel(Channel):
-    def __init__(self, network: MemoryNetwork, rank: int, peer: int, purpose: str) -> None:
-        self.network, self.rank, self.peer, self.timeout = network, rank, peer, network.timeout
-        self._out = network.line(purpose, rank, peer)
-        self._in = network.line(purpose, peer, rank)
+    def __init__(self, fabric: MemoryFabric, peer: int, purpose: str) -> None:
+        self.fabric, self.rank, self.peer, self.timeout = fabric, fabric.rank, peer, fabric.timeout
+        self._network = network = fabric.network
+        self._out = network.line(purpose, self.rank, peer)
+        self._in = network.line(purpose, peer, self.rank)
         self._is_closed = False
 
     def post_send(self, tensor: torch.Tensor) -> Work:
-        with self.network.changed:
+        with self._network.changed:
             self._check_open()
             self._out.messages.append(tensor.detach().clone())
             self._out.sent += 1
             return self._posted(self._out, self._out.sent - 1)
 
     def post_recv(self, tensor: torch.Tensor) -> Work:
-        with self.network.changed:
+        with self._network.changed:
             self._check_open()
             self._in.buffers.append(tensor.detach())
             self._in.awaited += 1
@@ -194,20 +196,20 @@ class _MemoryChannel(Channel):
 
     def _posted(self, line: _Line, number: int) -> Work:
         line.deliver()
-        self.network.changed.notify_all()
+        self._network.changed.notify_all()
         return _MemoryWork(self, line, number)
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise closed_here(self.network.board, self.rank, (self.peer,), "this end of the channel")
+            raise closed_here(self.fabric.board, self.rank, (self.peer,), "this end of the channel")
 
     def close(self) -> None:
-        with self.network.changed:
+        with self._network.changed:
             if not self._is_closed:
                 self._is_closed = True
-                self.network.forget(self._out)
-                self.network.forget(self._in)
-                self.network.changed.notify_all()
+                self._network.forget(self._out)
+                self._network.forget(self._in)
+                self._network.changed.notify_all()
 
 
 class _Round:
@@ -223,10 +225,10 @@ class _Round:
 
 
 class _MemoryGroup(Group):
-    def __init__(self, network: MemoryNetwork, rank: int, ranks: tuple[int, ...], purpose: str) -> None:
+    def __init__(self, fabric: MemoryFabric, ranks: tuple[int, ...], purpose: str) -> None:
         self.ranks = ranks
-        self._network, self._rank = network, rank
-        self._round = network.round(purpose, ranks)
+        self._fabric, self._network, self._rank = fabric, fabric.network, fabric.rank
+        self._round = self._network.round(purpose, ranks)
         self._is_closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -258,8 +260,8 @@ class _MemoryGroup(Group):
                     if readers > 1:
                         state.sums[number] = (total, readers - 1)
                     return total
-            network.check_end(end, self._rank, self.ranks, network.timeout)
-            raise AssertionError("check_end raises for every end but READY")
+            _check_end(end, self._fabric, self.ranks)
+            raise AssertionError("_check_end raises for every end but READY")
         except ExchangeError:
             self.close()
             raise
@@ -293,17 +295,17 @@ class MemoryFabric(Fabric):
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self.rank, self.world_size, self.timeout = rank, network.world_size, network.timeout
         self.board: Board = network.board
-        self._network = network
+        self.network = network
         self._opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def channel(self, peer: int, purpose: str) -> Channel:
         """This rank's end of the line to `peer`."""
         pair = (min(self.rank, peer), max(self.rank, peer))
-        return _MemoryChannel(self._network, self.rank, peer, self._numbered(purpose, pair))
+        return _MemoryChannel(self, peer, self._numbered(purpose, pair))
 
     def group(self, ranks: tuple[int, ...], purpose: str) -> Group:
         """The group over `ranks`."""
-        return _MemoryGroup(self._network, self.rank, ranks, self._numbered(purpose, ranks))
+        return _MemoryGroup(self, ranks, self._numbered(purpose, ranks))
 
     def _numbered(self, purpose: str, ranks: tuple[int, ...]) -> str:
         """`purpose` with how often this rank has opened it before, so that each opening is a new line."""
